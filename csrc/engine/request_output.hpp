@@ -1,0 +1,38 @@
+// What comes out of a step: one object per new token, in a pool, or packed for another process.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/handle_pool.hpp"
+#include "engine/sequence.hpp"
+
+namespace deepinfer {
+
+// One new token of one sequence, or (token_id = -1) the news that it ended without one.
+struct RequestOutput {
+  std::string request_id;
+  int64_t seq_id = 0;
+  int32_t sequence_index = 0;
+  int64_t output_index = 0;  // position among the sequence's outputs, from 0
+  int32_t token_id = -1;
+  bool finished = false;
+  FinishReason finish_reason = FinishReason::kNone;
+  int32_t stop_token_id = -1;
+  int64_t num_prompt_tokens = 0;
+  int64_t num_cached_tokens = 0;
+};
+
+using RequestOutputPool = HandlePool<RequestOutput>;
+
+// All outputs behind `handles` in one buffer: magic, version, count, total size, then each output. Byte order
+// is the machine's: both processes run on it. Throws NotFound if a handle is stale.
+[[nodiscard]] std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles);
+
+// The outputs in a buffer from `pack`. Throws std::invalid_argument unless it is whole and nothing follows
+// it.
+[[nodiscard]] std::vector<RequestOutput> unpack(std::string_view data);
+
+}  // namespace deepinfer

@@ -1,0 +1,153 @@
+#include "engine/scheduled_batch.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace deepinfer {
+namespace {
+
+template <typename T>
+void copy_to(const std::vector<T>& values, T* target) {
+  std::copy(values.begin(), values.end(), target);
+}
+
+void check_fits(const char* what, int64_t number, size_t limit) {
+  if (number > static_cast<int64_t>(limit)) {
+    throw std::invalid_argument(std::string("the step has ") + std::to_string(number) + " " + what +
+                                ", the arrays hold " + std::to_string(limit));
+  }
+}
+
+}  // namespace
+
+void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill_step) {
+  end();
+  pool_ = std::move(pool);
+  state = BatchState::kLaunched;
+  is_prefill = is_prefill_step;
+  max_query_len = max_seq_len = max_num_blocks = 0;
+  all_greedy = true;
+  any_top_k = any_top_p = false;
+  num_preempted = num_cached_tokens = 0;
+  num_new_outputs = 0;
+  rows.clear();
+  block_copies.clear();
+  metadata_.clear();
+  for (auto* values : {&token_ids_, &inflight_rows_, &query_start_loc_, &seq_lens_, &top_k_}) values->clear();
+  for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &banned_rows_, &banned_token_ids_}) {
+    values->clear();
+  }
+  for (auto* values : {&temperature_, &top_p_}) values->clear();
+  uniforms_.clear();
+  query_start_loc_.push_back(0);
+}
+
+void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int block_size) {
+  const bool samples = end == sequence.num_tokens_with_inflight();
+  const int64_t output_index = sequence.num_tokens_with_inflight() - sequence.num_prompt_tokens;
+  rows.push_back({&sequence, end, sequence.num_preemptions, samples});
+  metadata_.push_back(pool_->acquire());
+  SequenceMetadata& metadata = pool_->get(metadata_.back());
+  metadata.request_id = sequence.request_id;
+  metadata.seq_id = sequence.seq_id;
+  metadata.is_prefill = is_prefill;
+  metadata.block_table = sequence.block_table.blocks;
+  metadata.seqlen_q = end - begin;
+  metadata.seqlen_k = end;
+  metadata.samples = samples;
+  metadata.output_index = output_index;
+
+  for (int64_t position = begin; position < end; ++position) {
+    const bool known = position < sequence.num_tokens();
+    token_ids_.push_back(known ? sequence.tokens[position] : 0);
+    inflight_rows_.push_back(known ? -1 : sequence.inflight_row);
+    positions_.push_back(position);
+    const int64_t block = metadata.block_table[position / block_size];
+    slot_mapping_.push_back(block * block_size + position % block_size);
+  }
+  query_start_loc_.push_back(static_cast<int32_t>(num_tokens()));
+  seq_lens_.push_back(static_cast<int32_t>(end));
+  max_query_len = std::max(max_query_len, metadata.seqlen_q);
+  max_seq_len = std::max(max_seq_len, end);
+  max_num_blocks = std::max(max_num_blocks, static_cast<int64_t>(metadata.block_table.size()));
+  if (samples) add_sampled_row(sequence, output_index);
+}
+
+void ScheduledBatch::add_sampled_row(const Sequence& sequence, int64_t output_index) {
+  const SamplingOptions& options = sequence.options;
+  const int64_t sampled_row = num_sampled();
+  logits_indices_.push_back(num_tokens() - 1);
+  temperature_.push_back(options.temperature);
+  top_k_.push_back(options.top_k);
+  top_p_.push_back(options.top_p);
+  uniforms_.push_back(uniform_of(options.seed, output_index));
+  if (options.temperature > 0) {
+    all_greedy = false;
+    any_top_k |= options.top_k > 0;
+    any_top_p |= options.top_p < 1;
+  }
+  if (output_index >= options.min_tokens) return;
+  const auto ban = [&](const std::vector<int32_t>& token_ids) {
+    for (const int32_t token_id : token_ids) {
+      banned_rows_.push_back(sampled_row);
+      banned_token_ids_.push_back(token_id);
+    }
+  };
+  if (!options.ignore_eos) ban(options.eos_token_ids);
+  ban(options.stop_token_ids);
+}
+
+RequestOutput& ScheduledBatch::add_output() {
+  if (num_new_outputs == new_outputs.size()) new_outputs.emplace_back();
+  return new_outputs[num_new_outputs++];
+}
+
+void ScheduledBatch::drop_outputs_of(const std::string& request_id) {
+  const auto begin = new_outputs.begin();
+  const auto kept_end =
+      std::remove_if(begin, begin + static_cast<std::ptrdiff_t>(num_new_outputs),
+                     [&](const RequestOutput& output) { return output.request_id == request_id; });
+  num_new_outputs = static_cast<size_t>(kept_end - begin);
+}
+
+void ScheduledBatch::end() {
+  if (state != BatchState::kOver) {
+    for (const uint64_t handle : metadata_) pool_->release(handle);
+  }
+  state = BatchState::kOver;
+}
+
+void ScheduledBatch::write(const StepArrays& arrays) const {
+  if (is_empty()) return;
+  if (state == BatchState::kOver) throw NotFound("the step is over");
+  check_fits("tokens", num_tokens(), arrays.max_num_tokens);
+  check_fits("sequences", num_seqs(), arrays.max_num_seqs);
+  check_fits("blocks in a table", max_num_blocks, arrays.max_blocks_per_seq);
+  check_fits("banned tokens", num_banned(), arrays.max_num_banned);
+
+  copy_to(token_ids_, arrays.token_ids);
+  copy_to(inflight_rows_, arrays.inflight_rows);
+  copy_to(positions_, arrays.positions);
+  copy_to(slot_mapping_, arrays.slot_mapping);
+  copy_to(query_start_loc_, arrays.query_start_loc);
+  copy_to(seq_lens_, arrays.seq_lens);
+  copy_to(temperature_, arrays.temperature);
+  copy_to(top_k_, arrays.top_k);
+  copy_to(top_p_, arrays.top_p);
+  copy_to(uniforms_, arrays.uniforms);
+  copy_to(banned_rows_, arrays.banned_rows);
+  copy_to(banned_token_ids_, arrays.banned_token_ids);
+  copy_to(logits_indices_, arrays.logits_indices);
+  // A forward must ask for one row of logits at least: let it be one that exists.
+  if (logits_indices_.empty()) arrays.logits_indices[0] = 0;
+
+  int32_t* table_row = arrays.block_tables;
+  for (const uint64_t handle : metadata_) {
+    const std::vector<int32_t>& table = pool_->get(handle).block_table;
+    copy_to(table, table_row);
+    std::fill(table_row + table.size(), table_row + max_num_blocks, 0);
+    table_row += arrays.max_blocks_per_seq;
+  }
+}
+
+}  // namespace deepinfer

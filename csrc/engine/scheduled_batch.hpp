@@ -1,0 +1,135 @@
+// One step's batch: which sequences take part, and the packed arrays that the Worker's forward reads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/handle_pool.hpp"
+#include "engine/request_output.hpp"
+#include "engine/sequence.hpp"
+
+namespace deepinfer {
+
+// One sequence's part in one step, as it was when the step was scheduled.
+struct SequenceMetadata {
+  std::string request_id;
+  int64_t seq_id = 0;
+  bool is_prefill = false;
+  std::vector<int32_t> block_table;
+  int64_t seqlen_q = 0;      // tokens this step computes
+  int64_t seqlen_k = 0;      // keys it attends to, its own included
+  bool samples = false;      // false for a prefill chunk that is not the last
+  int64_t output_index = 0;  // position among the sequence's outputs of the token it samples
+};
+
+using SequenceMetadataPool = HandlePool<SequenceMetadata>;
+
+// The Worker's buffers. T, S, B and M are their capacities in tokens, sequences, blocks per sequence and
+// banned pairs.
+struct StepArrays {
+  size_t max_num_tokens = 0;      // T
+  size_t max_num_seqs = 0;        // S
+  size_t max_blocks_per_seq = 0;  // B
+  size_t max_num_banned = 0;      // M
+  int32_t* token_ids = nullptr;
+  int32_t* inflight_rows = nullptr;
+  int64_t* positions = nullptr;
+  int64_t* slot_mapping = nullptr;
+  int32_t* query_start_loc = nullptr;
+  int32_t* seq_lens = nullptr;
+  int32_t* block_tables = nullptr;
+  int64_t* logits_indices = nullptr;
+  float* temperature = nullptr;
+  int32_t* top_k = nullptr;
+  float* top_p = nullptr;
+  double* uniforms = nullptr;
+  int64_t* banned_rows = nullptr;
+  int64_t* banned_token_ids = nullptr;
+};
+
+enum class BatchState : uint8_t {
+  kLaunched,   // the device may work on it
+  kProcessed,  // its tokens were appended; their outputs are not built yet
+  kOver,       // nobody may read its sequences any more
+};
+
+// Owns one step's rows. The Scheduler fills it, then nothing of it changes but its state.
+//
+// 1. It is a copy of what was true when the step was scheduled: writing or reading it never looks at a
+// sequence, so
+//    that a later preemption or abort cannot change a step on its way.
+// 2. A row's sequence stays in memory until the step was processed.
+// 3. Batches are recycled, capacity and all: after warm-up a step allocates nothing.
+class ScheduledBatch {
+ public:
+  struct Row {
+    Sequence* sequence;           // null once the step was processed: it may be gone
+    int64_t num_computed_tokens;  // of the sequence, once this step is done
+    int32_t num_preemptions;      // of the sequence, at this time
+    bool samples;
+  };
+
+  ScheduledBatch() = default;
+  ~ScheduledBatch() { end(); }
+  ScheduledBatch(const ScheduledBatch&) = delete;
+  ScheduledBatch& operator=(const ScheduledBatch&) = delete;
+
+  // Starts a new step, whose metadata live in `pool`.
+  void reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill);
+  // The sequence computes tokens [begin, end), and samples if that is all of it. Its blocks are there
+  // already.
+  void add_row(Sequence& sequence, int64_t begin, int64_t end, int block_size);
+  // One more entry at the end of the new outputs, with whatever it held before.
+  [[nodiscard]] RequestOutput& add_output();
+  void drop_outputs_of(const std::string& request_id);
+  // Gives the metadata back.
+  void end();
+
+  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries; block tables are padded with
+  // block 0 up to max_num_blocks. Throws std::invalid_argument if an array is too small, NotFound if the step
+  // is over.
+  void write(const StepArrays& arrays) const;
+
+  [[nodiscard]] bool is_empty() const { return rows.empty(); }
+  [[nodiscard]] int64_t num_seqs() const { return static_cast<int64_t>(rows.size()); }
+  [[nodiscard]] int64_t num_tokens() const { return static_cast<int64_t>(token_ids_.size()); }
+  [[nodiscard]] int64_t num_sampled() const { return static_cast<int64_t>(logits_indices_.size()); }
+  [[nodiscard]] int64_t num_banned() const { return static_cast<int64_t>(banned_rows_.size()); }
+  [[nodiscard]] const std::shared_ptr<SequenceMetadataPool>& pool() const { return pool_; }
+  [[nodiscard]] const std::vector<uint64_t>& metadata() const { return metadata_; }
+
+  BatchState state = BatchState::kOver;
+  bool is_prefill = false;
+  int64_t max_query_len = 0;
+  int64_t max_seq_len = 0;
+  int64_t max_num_blocks = 0;
+  bool all_greedy = true;
+  bool any_top_k = false;  // of the rows that are not greedy, as is the next
+  bool any_top_p = false;
+  int64_t num_preempted = 0;
+  int64_t num_cached_tokens = 0;
+  std::vector<Row> rows;
+  std::vector<BlockCopy> block_copies;
+
+  // What processing it appended, waiting to be built. Never shrinks; the first num_new_outputs count.
+  std::vector<RequestOutput> new_outputs;
+  size_t num_new_outputs = 0;
+
+ private:
+  void add_sampled_row(const Sequence& sequence, int64_t output_index);
+
+  std::shared_ptr<SequenceMetadataPool> pool_;
+  std::vector<uint64_t> metadata_;  // [num_seqs] handles into pool_
+  std::vector<int32_t> token_ids_, inflight_rows_;
+  std::vector<int64_t> positions_, slot_mapping_;
+  std::vector<int32_t> query_start_loc_, seq_lens_;
+  std::vector<int64_t> logits_indices_;
+  std::vector<float> temperature_, top_p_;
+  std::vector<int32_t> top_k_;
+  std::vector<double> uniforms_;
+  std::vector<int64_t> banned_rows_, banned_token_ids_;
+};
+
+}  // namespace deepinfer

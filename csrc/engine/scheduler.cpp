@@ -1,0 +1,341 @@
+#include "engine/scheduler.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace deepinfer {
+namespace {
+
+// Free blocks that an admission leaves over, in percent of all: without them the next decode step would have
+// to preempt what was just admitted.
+constexpr int kWatermarkPercent = 1;
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+void check_range(const char* field, int64_t value, int64_t min, int64_t max) {
+  if (value >= min && value <= max) return;
+  refuse(std::string(field) + ": must be " + std::to_string(min) + " to " + std::to_string(max) + ", got " +
+         std::to_string(value));
+}
+
+}  // namespace
+
+void SchedulerConfig::validate() const {
+  constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+  check_range("num_blocks", num_blocks, 1, kMaxInt32 - 1);
+  check_range("block_size", block_size, 1, kMaxInt32);
+  check_range("max_num_seqs", max_num_seqs, 1, kMaxInt32);
+  check_range("max_num_batched_tokens", max_num_batched_tokens, 1, kMaxInt32);
+  check_range("max_model_len", max_model_len, 2, kMaxInt32);
+  check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
+  check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
+  if (num_blocks * block_size < 2) {
+    refuse("num_blocks: the cache must hold at least 2 tokens, " + std::to_string(num_blocks) +
+           " blocks of " + std::to_string(block_size) + " hold fewer");
+  }
+}
+
+bool Scheduler::ServedBefore::operator()(const Sequence* a, const Sequence* b) const {
+  if (a->priority != b->priority) return a->priority < b->priority;
+  if (a->arrival != b->arrival) return a->arrival < b->arrival;
+  return a->seq_id < b->seq_id;
+}
+
+Scheduler::Scheduler(const SchedulerConfig& config)
+    : config_((config.validate(), config)),
+      max_seq_len_(std::min(config.max_model_len, config.num_blocks * config.block_size)),
+      blocks_(static_cast<int>(config.num_blocks), static_cast<int>(config.block_size),
+              config.enable_prefix_caching, config.hash_seed) {}
+
+// ---- a request comes, forks, goes ----
+
+int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
+                           const SamplingOptions& options, int64_t priority, const std::string& cache_salt) {
+  if (prompt_token_ids.empty()) refuse("prompt_token_ids: the prompt is empty");
+  const auto num_prompt_tokens = static_cast<int64_t>(prompt_token_ids.size());
+  if (num_prompt_tokens > max_seq_len_ - 1) {
+    const bool limited_by_model = max_seq_len_ == config_.max_model_len;
+    refuse("prompt_token_ids: the prompt has " + std::to_string(num_prompt_tokens) + " tokens, at most " +
+           std::to_string(max_seq_len_ - 1) + " leave room for an output " +
+           (limited_by_model ? "within max_model_len" : "in the KV cache"));
+  }
+  if (requests_.count(request_id) > 0)
+    refuse("request_id: '" + request_id + "' is that of an unfinished request");
+
+  auto sequence = std::make_unique<Sequence>();
+  sequence->seq_id = next_seq_id_++;
+  sequence->request_id = request_id;
+  sequence->options = options;
+  sequence->cache_salt = cache_salt;
+  sequence->priority = priority;
+  sequence->arrival = next_arrival_++;
+  sequence->tokens = std::move(prompt_token_ids);
+  sequence->num_prompt_tokens = num_prompt_tokens;
+  const int64_t seq_id = sequence->seq_id;
+  requests_[request_id].live_seq_ids.push_back(seq_id);
+  waiting_.insert(sequence.get());
+  sequences_.emplace(seq_id, std::move(sequence));
+  return seq_id;
+}
+
+int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
+  const auto found = sequences_.find(seq_id);
+  if (found == sequences_.end() || found->second->is_finished()) {
+    throw NotFound("seq_id: there is no unfinished sequence " + std::to_string(seq_id));
+  }
+  const Sequence& parent = *found->second;
+  if (parent.status == SequenceStatus::kWaiting) {
+    refuse("seq_id: sequence " + std::to_string(seq_id) + " has not finished its prefill");
+  }
+  if (parent.num_inflight_steps > 0) {
+    refuse("seq_id: sequence " + std::to_string(seq_id) + " has a step in flight");
+  }
+  Request& request = requests_.at(parent.request_id);
+  auto child = std::make_unique<Sequence>(parent);
+  child->seq_id = next_seq_id_++;
+  child->sequence_index = request.num_seqs++;
+  child->options.seed = seed;
+  if (num_holding_blocks() < static_cast<size_t>(config_.max_num_seqs)) {
+    child->block_table = blocks_.fork(parent.block_table);
+  } else {
+    child->block_table = BlockTable();
+    child->num_computed_tokens = 0;
+    child->status = SequenceStatus::kWaiting;
+  }
+  const int64_t child_id = child->seq_id;
+  request.live_seq_ids.push_back(child_id);
+  queue_of(*child).insert(child.get());
+  sequences_.emplace(child_id, std::move(child));
+  return child_id;
+}
+
+bool Scheduler::abort_request(const std::string& request_id) {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end()) return false;
+  const std::vector<int64_t> seq_ids = found->second.live_seq_ids;
+  for (const int64_t seq_id : seq_ids) end_sequence(*sequences_.at(seq_id), SequenceStatus::kFinishedAborted);
+  for (const auto& batch : batches_) {
+    if (batch->state == BatchState::kProcessed) batch->drop_outputs_of(request_id);
+  }
+  return true;
+}
+
+void Scheduler::end_sequence(Sequence& sequence, SequenceStatus status) {
+  Queue& queue = queue_of(sequence);
+  sequence.status = status;
+  retire(sequence, queue);
+}
+
+void Scheduler::retire(Sequence& sequence, Queue& queue) {
+  queue.erase(&sequence);
+  finished_.push_back(&sequence);
+  const auto request = requests_.find(sequence.request_id);
+  std::vector<int64_t>& live = request->second.live_seq_ids;
+  live.erase(std::find(live.begin(), live.end(), sequence.seq_id));
+  if (live.empty()) requests_.erase(request);
+}
+
+void Scheduler::free_finished_seqs() {
+  const auto is_freed = [this](Sequence* sequence) {
+    if (sequence->num_inflight_steps > 0) return false;
+    blocks_.free(sequence->block_table);
+    sequences_.erase(sequence->seq_id);
+    return true;
+  };
+  finished_.erase(std::remove_if(finished_.begin(), finished_.end(), is_freed), finished_.end());
+}
+
+// ---- a step is scheduled ----
+
+std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<SequenceMetadataPool>& pool) {
+  check_may_schedule();
+  free_finished_seqs();
+  std::shared_ptr<ScheduledBatch> batch = spare_batch();
+  const bool could_decode = can_decode();
+  batch->reset(pool, true);
+  if (is_prefill_attempt_due(could_decode)) {
+    num_decodes_since_attempt_ = 0;
+    schedule_prefill(*batch);
+  }
+  if (!batch->is_empty()) {
+    last_step_was_prefill_ = true;
+    if (could_decode) ++num_consecutive_prefills_;
+  } else {
+    batch->reset(pool, false);
+    schedule_decode(*batch);
+    if (!batch->is_empty()) {
+      last_step_was_prefill_ = false;
+      num_consecutive_prefills_ = 0;
+      ++num_decodes_since_attempt_;
+    }
+  }
+  if (batch->is_empty()) {
+    batch->end();
+  } else {
+    launched_.push_back(batch);
+  }
+  return batch;
+}
+
+void Scheduler::check_may_schedule() const {
+  if (launched_.size() > 1) throw std::logic_error("schedule() with more than one step in flight");
+  if (!launched_.empty() && launched_.front()->is_prefill) {
+    throw std::logic_error("schedule() with a prefill step in flight; it must be processed first");
+  }
+}
+
+bool Scheduler::can_decode() const {
+  const auto is_open = [this](const Sequence* sequence) {
+    return !sequence->ends_by_length_in_flight(max_seq_len_);
+  };
+  return std::any_of(running_.begin(), running_.end(), is_open) ||
+         std::any_of(prompted_.begin(), prompted_.end(), is_open);
+}
+
+bool Scheduler::is_prefill_attempt_due(bool could_decode) const {
+  if (num_waiting() == 0) return false;
+  if (!could_decode) return true;
+  // A prefill that admitted something is followed up until its turn is over; one that did not waits for the
+  // next.
+  const bool in_turn =
+      last_step_was_prefill_ || num_decodes_since_attempt_ >= config_.prefill_attempt_interval;
+  return in_turn && num_consecutive_prefills_ < config_.max_consecutive_prefills;
+}
+
+void Scheduler::schedule_prefill(ScheduledBatch& batch) {
+  auto started = prefilling_.begin();
+  bool admitting = true;
+  while (fits_in_step(batch)) {
+    Sequence* next = started == prefilling_.end() ? nullptr : *started;
+    const bool head_first =
+        admitting && !waiting_.empty() && (next == nullptr || ServedBefore()(*waiting_.begin(), next));
+    if (head_first) {
+      // When the head does not fit nobody behind it is admitted, but what was begun goes on: it needs no
+      // memory, and it must end before the head can fit.
+      admitting = admit(**waiting_.begin(), batch);
+    } else if (next != nullptr) {
+      ++started;
+      add_chunk(*next, batch);
+    } else {
+      break;
+    }
+  }
+}
+
+bool Scheduler::fits_in_memory(const Admission& admission) const {
+  int watermark = 0;
+  if (blocks_.num_used_blocks() > 0) watermark = std::max(1, blocks_.num_blocks() / 100 * kWatermarkPercent);
+  return admission.num_free_blocks + watermark <= blocks_.num_free_blocks();
+}
+
+bool Scheduler::fits_in_step(const ScheduledBatch& batch) const {
+  return batch.num_tokens() < config_.max_num_batched_tokens && batch.num_seqs() < config_.max_num_seqs;
+}
+
+bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
+  // Preempted with a token in flight: until that is here, nobody knows what there is to compute.
+  if (sequence.num_inflight_steps > 0) return false;
+  if (num_holding_blocks() >= static_cast<size_t>(config_.max_num_seqs)) return false;
+  const Admission admission = blocks_.plan(sequence.block_table, sequence.tokens, sequence.cache_salt);
+  if (!fits_in_memory(admission)) return false;
+  blocks_.allocate(sequence.block_table, sequence.tokens, admission);
+  move(sequence, waiting_, prefilling_);
+  sequence.num_computed_tokens = int64_t{admission.num_cached_blocks} * blocks_.block_size();
+  // Counted once: a recomputed sequence finds its own blocks again, which is not what the count is for.
+  if (sequence.num_cached_tokens < 0) {
+    sequence.num_cached_tokens = sequence.num_computed_tokens;
+    batch.num_cached_tokens += sequence.num_computed_tokens;
+    num_cached_tokens_ += sequence.num_computed_tokens;
+  }
+  add_chunk(sequence, batch);
+  return true;
+}
+
+void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
+  const int64_t begin = sequence.num_computed_tokens;
+  const int64_t budget = config_.max_num_batched_tokens - batch.num_tokens();
+  const int64_t end = std::min(sequence.num_tokens(), begin + budget);
+  launch(sequence, begin, end, batch);
+  if (end == sequence.num_tokens()) {
+    move(sequence, prefilling_, prompted_);
+    sequence.status = SequenceStatus::kPrompted;
+  }
+}
+
+void Scheduler::schedule_decode(ScheduledBatch& batch) {
+  while (!prompted_.empty()) {
+    Sequence& sequence = **prompted_.begin();
+    move(sequence, prompted_, running_);
+    sequence.status = SequenceStatus::kRunning;
+  }
+  for (auto next = running_.begin(); next != running_.end(); ++next) {
+    Sequence& sequence = **next;
+    if (sequence.ends_by_length_in_flight(max_seq_len_)) continue;
+    const int64_t begin = sequence.decode_begin();
+    const int64_t end = sequence.decode_end();
+    if (batch.num_tokens() + end - begin > config_.max_num_batched_tokens) break;
+    // It can only have preempted itself, as the last of all: nobody comes after it.
+    if (!reserve_for_decode(sequence, batch)) break;
+    launch(sequence, begin, end, batch);
+  }
+}
+
+bool Scheduler::reserve_for_decode(Sequence& sequence, ScheduledBatch& batch) {
+  const int64_t begin = sequence.decode_begin();
+  const int64_t end = sequence.decode_end();
+  // Asked anew after each victim: it may have been the one that a block was shared with.
+  while (blocks_.num_blocks_to_write(sequence.block_table, begin, end) > blocks_.num_free_blocks()) {
+    Sequence* victim = *running_.rbegin();
+    if (!prefilling_.empty() && ServedBefore()(victim, *prefilling_.rbegin())) victim = *prefilling_.rbegin();
+    preempt(*victim);
+    ++batch.num_preempted;
+    if (victim == &sequence) return false;
+  }
+  blocks_.make_writable(sequence.block_table, begin, end, batch.block_copies);
+  return true;
+}
+
+void Scheduler::launch(Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch) {
+  batch.add_row(sequence, begin, end, blocks_.block_size());
+  sequence.num_computed_tokens = end;
+  ++sequence.num_inflight_steps;
+  if (batch.rows.back().samples) {
+    sequence.inflight_row = static_cast<int32_t>(batch.num_sampled() - 1);
+    ++sequence.num_inflight_tokens;
+  }
+}
+
+// Its blocks may be given out at once, even if a step in flight still reads and writes them: the device runs
+// steps in the order of their launch, so whoever gets a block writes it only after that step.
+void Scheduler::preempt(Sequence& victim) {
+  move(victim, queue_of(victim), waiting_);
+  blocks_.free(victim.block_table);
+  victim.num_computed_tokens = 0;
+  victim.status = SequenceStatus::kWaiting;
+  ++victim.num_preemptions;
+  ++num_preemptions_;
+}
+
+std::shared_ptr<ScheduledBatch> Scheduler::spare_batch() {
+  for (const auto& batch : batches_) {
+    if (batch.use_count() == 1) return batch;
+  }
+  return batches_.emplace_back(std::make_shared<ScheduledBatch>());
+}
+
+Scheduler::Queue& Scheduler::queue_of(const Sequence& sequence) {
+  switch (sequence.status) {
+    case SequenceStatus::kWaiting:
+      return sequence.block_table.blocks.empty() ? waiting_ : prefilling_;
+    case SequenceStatus::kPrompted:
+      return prompted_;
+    case SequenceStatus::kRunning:
+      return running_;
+    default:
+      throw std::logic_error("a finished sequence stands in no queue");
+  }
+}
+
+}  // namespace deepinfer

@@ -1,0 +1,158 @@
+// Who computes what in the next step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/block_manager.hpp"
+#include "engine/request_output.hpp"
+#include "engine/scheduled_batch.hpp"
+#include "engine/sequence.hpp"
+
+namespace deepinfer {
+
+struct SchedulerConfig {
+  int64_t num_blocks = 0;              // usable blocks; the dummy block 0 comes on top
+  int64_t block_size = 0;              // tokens
+  int64_t max_num_seqs = 0;            // sequences that hold blocks, and so in one step
+  int64_t max_num_batched_tokens = 0;  // tokens one step computes
+  int64_t max_model_len = 0;           // prompt and outputs of one sequence
+  bool enable_prefix_caching = true;
+  int64_t max_consecutive_prefills = 2;  // prefill steps in a row while something could decode
+  int64_t prefill_attempt_interval = 1;  // decode steps between two prefill attempts while something waits
+  uint64_t hash_seed = 0;                // keys the prefix cache's hashes
+
+  // Throws std::invalid_argument with the field, its value and its limit.
+  void validate() const;
+};
+
+// Owns the sequences, the queues they stand in, the blocks, and the batches on their way through the device.
+//
+// 1. A sequence that is not finished stands in exactly one queue:
+//      waiting     WAITING, holds no blocks (new, or preempted)
+//      prefilling  WAITING, holds the blocks of all its known tokens; between two chunks
+//      prompted    PROMPTED
+//      running     RUNNING
+//    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and
+//    it goes.
+// 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted
+// past a head
+//    that does not fit, and a block is taken only from sequences served later than the one that needs it.
+// 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
+// 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are
+// processed
+//    in the order in which they were launched.
+// 5. While something can decode, at most max_consecutive_prefills prefill steps come in a row; while
+// something waits,
+//    a prefill is attempted at least every prefill_attempt_interval decode steps. So neither starves the
+//    other.
+// 6. Per step the work is O(batch), and after warm-up nothing is allocated.
+//
+// One thread at a time owns it; a call that throws std::invalid_argument or NotFound has changed nothing.
+class Scheduler {
+ public:
+  explicit Scheduler(const SchedulerConfig& config);
+
+  // Into `waiting`; returns the sequence's id.
+  int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
+                  const SamplingOptions& options, int64_t priority, const std::string& cache_salt);
+  // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks
+  // already, it waits without blocks and recomputes, like a preempted one.
+  int64_t fork_seq(int64_t seq_id, uint64_t seed);
+  // False if no such request is live.
+  bool abort_request(const std::string& request_id);
+
+  // The next batch, possibly empty; an empty one is not launched and needs no processing.
+  [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool);
+
+  // token_ids: [num_rows, width]; the first num_tokens[row] of a row are new. Rows are the batch's sampled
+  // ones. A row that a later launched step builds on must have exactly one token, unless its sequence has
+  // ended.
+  void process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
+                       const int32_t* num_tokens);
+  // Appends the handles of what `process_outputs` left in the batch, and ends the step.
+  void build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
+  // Ends the step and, with an error, every sequence in it that has not ended yet.
+  void fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
+  void free_finished_seqs();
+
+  [[nodiscard]] bool has_unfinished_seqs() const { return num_unfinished_seqs() > 0; }
+  [[nodiscard]] size_t num_unfinished_requests() const { return requests_.size(); }
+  [[nodiscard]] size_t num_waiting() const { return waiting_.size() + prefilling_.size(); }
+  [[nodiscard]] size_t num_prompted() const { return prompted_.size(); }
+  [[nodiscard]] size_t num_running() const { return running_.size(); }
+  [[nodiscard]] const BlockManager& blocks() const { return blocks_; }
+  [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
+  [[nodiscard]] int64_t num_cached_tokens() const { return num_cached_tokens_; }
+
+  // Recounts everything; throws std::runtime_error with the first thing that does not add up.
+  void check_invariants() const;
+
+ private:
+  struct ServedBefore {
+    bool operator()(const Sequence* a, const Sequence* b) const;
+  };
+  // Sequences move between queues by node handle, which allocates nothing.
+  using Queue = std::set<Sequence*, ServedBefore>;
+
+  struct Request {
+    std::vector<int64_t> live_seq_ids;
+    int32_t num_seqs = 1;  // ever; the next fork's sequence_index
+  };
+
+  // schedule, from top to bottom
+  void check_may_schedule() const;
+  [[nodiscard]] bool can_decode() const;
+  [[nodiscard]] bool is_prefill_attempt_due(bool can_decode) const;
+  void schedule_prefill(ScheduledBatch& batch);
+  void schedule_decode(ScheduledBatch& batch);
+  [[nodiscard]] bool fits_in_memory(const Admission& admission) const;
+  [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch) const;
+  bool admit(Sequence& sequence, ScheduledBatch& batch);
+  void add_chunk(Sequence& sequence, ScheduledBatch& batch);
+  bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
+  void launch(Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch);
+  void preempt(Sequence& victim);
+
+  // processing
+  void check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
+                     const int32_t* num_tokens) const;
+  void take_front(ScheduledBatch& batch);
+  void append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch);
+  void retire(Sequence& sequence, Queue& queue);
+  void end_sequence(Sequence& sequence, SequenceStatus status);
+
+  [[nodiscard]] std::shared_ptr<ScheduledBatch> spare_batch();
+  [[nodiscard]] Queue& queue_of(const Sequence& sequence);
+  [[nodiscard]] size_t num_holding_blocks() const {
+    return prefilling_.size() + prompted_.size() + running_.size();
+  }
+  [[nodiscard]] size_t num_unfinished_seqs() const { return waiting_.size() + num_holding_blocks(); }
+  static void move(Sequence& sequence, Queue& from, Queue& to) { to.insert(from.extract(&sequence)); }
+
+  const SchedulerConfig config_;
+  const int64_t max_seq_len_;  // tokens: the model's limit, or what the whole cache holds
+  BlockManager blocks_;
+
+  std::unordered_map<int64_t, std::unique_ptr<Sequence>> sequences_;  // finished ones included
+  std::unordered_map<std::string, Request> requests_;                 // live ones
+  Queue waiting_, prefilling_, prompted_, running_;
+  std::vector<Sequence*> finished_;
+  int64_t next_seq_id_ = 0;
+  uint64_t next_arrival_ = 0;
+
+  std::vector<std::shared_ptr<ScheduledBatch>> batches_;   // all there are
+  std::vector<std::shared_ptr<ScheduledBatch>> launched_;  // the unprocessed ones, oldest first; at most two
+  int64_t num_consecutive_prefills_ = 0;                   // launched while something could decode
+  bool last_step_was_prefill_ = false;
+  int64_t num_decodes_since_attempt_ = 0;
+
+  int64_t num_preemptions_ = 0;
+  int64_t num_cached_tokens_ = 0;
+};
+
+}  // namespace deepinfer

@@ -1,0 +1,94 @@
+#include "engine/sequence.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace deepinfer {
+namespace {
+
+bool contains(const std::vector<int32_t>& values, int32_t value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+void check_token_ids(const char* name, const std::vector<int32_t>& token_ids) {
+  for (const int32_t token_id : token_ids) {
+    if (token_id < 0) refuse(std::string(name) + ": must be 0 or more, got " + std::to_string(token_id));
+  }
+}
+
+}  // namespace
+
+void SamplingOptions::validate() const {
+  if (max_tokens < 1) refuse("max_tokens: must be 1 or more, got " + std::to_string(max_tokens));
+  if (min_tokens < 0 || min_tokens > max_tokens) {
+    refuse("min_tokens: must be 0 to max_tokens (" + std::to_string(max_tokens) + "), got " +
+           std::to_string(min_tokens));
+  }
+  check_token_ids("eos_token_ids", eos_token_ids);
+  check_token_ids("stop_token_ids", stop_token_ids);
+  if (!std::isfinite(temperature) || temperature < 0) {
+    refuse("temperature: must be 0 or more, got " + std::to_string(temperature));
+  }
+  if (top_k < 0) refuse("top_k: must be 0 (off) or more, got " + std::to_string(top_k));
+  if (!(top_p > 0 && top_p <= 1))
+    refuse("top_p: must be above 0 and at most 1, got " + std::to_string(top_p));
+}
+
+bool SamplingOptions::is_end_token(int32_t token_id) const {
+  return (!ignore_eos && contains(eos_token_ids, token_id)) || contains(stop_token_ids, token_id);
+}
+
+// splitmix64 (Steele, Lea, Flood 2014) as a counter-based generator: the state after `output_index` steps is
+// known without taking them. The seed is scrambled first, or neighbouring seeds would share their numbers.
+double uniform_of(uint64_t seed, int64_t output_index) {
+  const auto scramble = [](uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  };
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
+  const uint64_t state = scramble(seed + kGolden) + (static_cast<uint64_t>(output_index) + 1) * kGolden;
+  constexpr int kMantissaBits = 53;
+  return std::ldexp(static_cast<double>(scramble(state) >> (64 - kMantissaBits)), -kMantissaBits);
+}
+
+FinishReason Sequence::finish_reason() const {
+  switch (status) {
+    case SequenceStatus::kFinishedStopped:
+      return FinishReason::kStop;
+    case SequenceStatus::kFinishedLength:
+      return FinishReason::kLength;
+    case SequenceStatus::kFinishedAborted:
+      return FinishReason::kAbort;
+    case SequenceStatus::kFinishedError:
+      return FinishReason::kError;
+    case SequenceStatus::kWaiting:
+    case SequenceStatus::kPrompted:
+    case SequenceStatus::kRunning:
+      return FinishReason::kNone;
+  }
+  throw std::logic_error("a sequence has no known status");
+}
+
+bool Sequence::ends_by_length_in_flight(int64_t max_seq_len) const {
+  const int64_t num_tokens = num_tokens_with_inflight();
+  return num_tokens - num_prompt_tokens >= options.max_tokens || num_tokens >= max_seq_len;
+}
+
+void Sequence::append_token(int32_t token_id, int64_t max_seq_len) {
+  if (is_finished()) throw std::logic_error("a finished sequence got a token");
+  tokens.push_back(token_id);
+  if (num_outputs() > options.min_tokens && options.is_end_token(token_id)) {
+    status = SequenceStatus::kFinishedStopped;
+    stop_token_id = token_id;
+  } else if (num_outputs() >= options.max_tokens || num_tokens() >= max_seq_len) {
+    status = SequenceStatus::kFinishedLength;
+  }
+}
+
+int64_t Sequence::decode_begin() const { return std::min(num_computed_tokens, decode_end() - 1); }
+
+}  // namespace deepinfer

@@ -1,0 +1,94 @@
+// One line of tokens: what is known of it, what is computed, and why it ended.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/block_manager.hpp"
+
+namespace deepinfer {
+
+enum class FinishReason : uint8_t { kNone, kStop, kLength, kAbort, kError };
+
+// What the core needs to know of a request's sampling parameters. Throws std::invalid_argument if out of
+// range.
+struct SamplingOptions {
+  int64_t max_tokens = 1;
+  int64_t min_tokens = 0;  // an eos or stop token ends a sequence only after this many other tokens
+  std::vector<int32_t> eos_token_ids;
+  std::vector<int32_t> stop_token_ids;
+  bool ignore_eos = false;
+  float temperature = 0.0f;  // 0: greedy
+  int32_t top_k = 0;         // 0: off
+  float top_p = 1.0f;
+  uint64_t seed = 0;
+
+  void validate() const;
+  [[nodiscard]] bool is_end_token(int32_t token_id) const;
+};
+
+enum class SequenceStatus : uint8_t {
+  kWaiting,   // some known token is not computed; may hold blocks (between two chunks) or not
+  kPrompted,  // prefill launched to its end, never in a decode step since
+  kRunning,   // in decode steps
+  kFinishedStopped,
+  kFinishedLength,
+  kFinishedAborted,
+  kFinishedError,
+};
+
+// The uniform number in [0, 1) that samples output `output_index`; depends on these two only, so that a token
+// depends on neither the batch nor the steps that led to it.
+[[nodiscard]] double uniform_of(uint64_t seed, int64_t output_index);
+
+// Owns its tokens and counts; the Scheduler changes them, the BlockManager fills its block table.
+//
+//   0 ............ num_computed_tokens ...... n = tokens.size() ...... n + num_inflight_tokens
+//   K and V written by launched steps | known, to compute | sampled by a launched step, not seen by the host
+//   yet
+//
+// 1. num_computed_tokens <= n + num_inflight_tokens, and its blocks hold at least that many tokens.
+// 2. num_inflight_tokens <= num_inflight_steps: a launched step samples at most one unseen token.
+// 3. It stays in memory, and unless preempted keeps its blocks, until num_inflight_steps is 0.
+// 4. Once finished it never changes status and gets no more tokens.
+struct Sequence {
+  int64_t seq_id = 0;
+  int32_t sequence_index = 0;  // which of its request's sequences
+  std::string request_id;
+  SamplingOptions options;
+  std::string cache_salt;
+  int64_t priority = 0;  // lower goes first, then
+  uint64_t arrival = 0;  // lower goes first
+
+  std::vector<int32_t> tokens;  // prompt, then the outputs that the host knows
+  int64_t num_prompt_tokens = 0;
+  int64_t num_computed_tokens = 0;
+  int32_t num_inflight_tokens = 0;
+  int32_t num_inflight_steps = 0;  // launched steps it has a part in that were not processed
+  int32_t inflight_row = -1;       // its row among those that the last launched step sampled
+  int32_t num_preemptions = 0;
+  int64_t num_cached_tokens = -1;  // prompt tokens found in the prefix cache; -1 before its first admission
+  BlockTable block_table;
+
+  SequenceStatus status = SequenceStatus::kWaiting;
+  int32_t stop_token_id = -1;
+
+  [[nodiscard]] int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
+  [[nodiscard]] int64_t num_tokens_with_inflight() const { return num_tokens() + num_inflight_tokens; }
+  [[nodiscard]] int64_t num_outputs() const { return num_tokens() - num_prompt_tokens; }
+  [[nodiscard]] bool is_finished() const { return status >= SequenceStatus::kFinishedStopped; }
+  [[nodiscard]] FinishReason finish_reason() const;
+
+  // Whether the tokens in flight certainly end it, whatever they are.
+  [[nodiscard]] bool ends_by_length_in_flight(int64_t max_seq_len) const;
+  // Appends one token and applies the stop conditions: end tokens first, then length.
+  void append_token(int32_t token_id, int64_t max_seq_len);
+
+  // What the next decode step computes: [begin, end). Usually the last token alone. More when a step gave
+  // several; the last one again when a step gave none.
+  [[nodiscard]] int64_t decode_begin() const;
+  [[nodiscard]] int64_t decode_end() const { return num_tokens_with_inflight(); }
+};
+
+}  // namespace deepinfer

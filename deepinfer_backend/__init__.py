@@ -1,0 +1,26 @@
+"""DeepInfer for Triton: what a user imports. Torch is loaded with the first use of `LLM`, not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer_backend._core import RequestOutput
+    from deepinfer_backend.llm import LLM
+    from deepinfer_backend.sampling_params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "deepinfer_backend.llm",
+    "RequestOutput": "deepinfer_backend._core",
+    "SamplingParams": "deepinfer_backend.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,271 @@
+"""Types and contracts of the C++ core: sequences, blocks, scheduler, request outputs.
+
+Every class here is owned by one thread at a time (the one that steps the engine). Calls that take more than a few
+microseconds release the GIL.
+"""
+
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+class FinishReason:
+    """Why a sequence ended; `name` is what callers see, in lower case: none, stop, length, abort, error."""
+
+    NONE: FinishReason
+    STOP: FinishReason
+    LENGTH: FinishReason
+    ABORT: FinishReason
+    ERROR: FinishReason
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class SamplingOptions:
+    """What the core needs to know of a request's sampling parameters.
+
+    `eos_token_ids` and `stop_token_ids` end a sequence once `min_tokens` are out; `ignore_eos` lets it pass the first.
+    `seed` feeds one uniform number per output position, so that tokens do not depend on the batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        min_tokens: int = 0,
+        eos_token_ids: list[int] = ...,
+        stop_token_ids: list[int] = ...,
+        ignore_eos: bool = False,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None: ...
+
+@final
+class SchedulerConfig:
+    """Limits of the scheduler; every one is checked by the constructor.
+
+    Raises:
+        ValueError: a limit is out of its range, or `max_model_len` tokens fit no block table.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        max_consecutive_prefills: int = 2,
+        prefill_attempt_interval: int = 1,
+        hash_seed: int = 0,
+    ) -> None: ...
+
+@final
+class StepArrays:
+    """The Worker's own host buffers, which `SchedulerOutputs.write` fills in place.
+
+    T = max_num_batched_tokens, S = max_num_seqs, B = max_blocks_per_seq, M = capacity of the mask list.
+
+    Raises (constructor):
+        ValueError: an array has the wrong dtype or shape, is not C-contiguous, or is read-only.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_ids: NDArray[np.int32],  # [T] host-known token ids (0 where the device knows better)
+        inflight_rows: NDArray[np.int32],  # [T] row of the previous step's samples that is this token, or -1
+        positions: NDArray[np.int64],  # [T]
+        slot_mapping: NDArray[np.int64],  # [T] block * block_size + offset, where the token's K and V go
+        query_start_loc: NDArray[np.int32],  # [S + 1]
+        seq_lens: NDArray[np.int32],  # [S] keys of each sequence, this step's included
+        block_tables: NDArray[np.int32],  # [S, B] rows padded with block 0
+        logits_indices: NDArray[np.int64],  # [S] index into the tokens of each row that samples
+        temperature: NDArray[np.float32],  # [S] one per row that samples, as are the next three
+        top_k: NDArray[np.int32],  # [S] 0 = off
+        top_p: NDArray[np.float32],  # [S]
+        uniforms: NDArray[np.float64],  # [S] in [0, 1), from (seed, output position)
+        banned_rows: NDArray[np.int64],  # [M] sampled row, and
+        banned_token_ids: NDArray[np.int64],  # [M] the token it must not sample (min_tokens)
+    ) -> None: ...
+
+@final
+class SequenceMetadata:
+    """One sequence's part in one step; reading one whose step is over raises LookupError."""
+
+    request_id: str
+    seq_id: int
+    is_prefill: bool
+    block_table: NDArray[np.int32]
+    seqlen_q: int  # tokens this step computes
+    seqlen_k: int  # keys it attends to, its own included
+    samples: bool  # false for a prefill chunk that is not the last
+    output_index: int  # position among the sequence's outputs of the token it samples
+
+@final
+class SequenceMetadataPool:
+    """Fixed-type pool of SequenceMetadata; grows to the largest step, then never allocates again."""
+
+    def __init__(self) -> None: ...
+    @property
+    def num_in_use(self) -> int: ...
+
+@final
+class SchedulerOutputs:
+    """One scheduled batch: either prefill or decode, possibly empty. Valid until its step was post-processed."""
+
+    def is_empty(self) -> bool: ...
+    is_prefill: bool
+    num_seqs: int
+    num_tokens: int
+    num_sampled: int  # rows that sample, in batch order
+    max_query_len: int
+    max_seq_len: int
+    max_num_blocks: int  # longest block table of the batch
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    num_banned: int
+    num_preempted: int  # sequences that had to give up their blocks for this batch
+    num_cached_tokens: int  # prompt tokens found in the prefix cache by this batch
+    block_copies: NDArray[np.int32]  # [num_copies, 2] (source, target) of copy-on-write
+    def write(self, arrays: StepArrays) -> None:
+        """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_banned` entries of each array."""
+
+@final
+class RequestOutput:
+    """One new token of one sequence, or (token_id = -1) the news that it ended without one."""
+
+    request_id: str
+    seq_id: int
+    sequence_index: int  # which of the request's sequences; 0 unless it was forked
+    output_index: int  # position among the sequence's outputs, from 0
+    token_id: int
+    finished: bool
+    finish_reason: FinishReason
+    stop_token_id: int  # the end or stop token that ended it, else -1
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens that came from the prefix cache
+    @staticmethod
+    def clone(handle: int | np.uint64) -> RequestOutput:
+        """A copy that outlives the step.
+
+        Raises:
+            LookupError: the handle is stale (its step is over) or was never given out.
+        """
+    @staticmethod
+    def unpack(data: bytes) -> list[RequestOutput]:
+        """The outputs that `RequestOutputPool.pack` wrote.
+
+        Raises:
+            ValueError: `data` is truncated or too long.
+        """
+
+@final
+class RequestOutputPool:
+    """Owns the RequestOutputs of a step behind generation-checked handles (uint64, unique in the process)."""
+
+    def __init__(self) -> None: ...
+    def clone(self, handles: NDArray[np.uint64]) -> list[RequestOutput]: ...
+    def pack(self, handles: NDArray[np.uint64]) -> bytes:
+        """All of them in one length-checked buffer, for another process."""
+    def release(self, handles: NDArray[np.uint64]) -> None:
+        """Gives them back; using one afterwards raises LookupError, as does releasing it twice."""
+    @property
+    def num_in_use(self) -> int: ...
+
+@final
+class Scheduler:
+    """Queues waiting, prompted and running; who computes what in the next step; who owns which block.
+
+    Block 0 is the dummy block: it is never handed out and pads block tables. `num_free_blocks + num_used_blocks ==
+    num_blocks` at all times, where free includes cached blocks that nobody references.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+    def add_seq(
+        self,
+        request_id: str,
+        prompt_token_ids: NDArray[np.int32],
+        options: SamplingOptions,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Puts a new sequence into `waiting` and returns its id. A lower `priority` value goes first.
+
+        Raises:
+            ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use.
+        """
+    def fork_seq(self, seq_id: int, *, seed: int) -> int:
+        """A copy of a prompted or running sequence that shares its blocks until one of them writes.
+
+        Raises:
+            LookupError: no such sequence.
+            ValueError: it has not finished its prefill, or has tokens in flight.
+        """
+    def abort_request(self, request_id: str) -> bool:
+        """Ends all sequences of the request; no output of theirs comes out any more. False if unknown (or ended).
+
+        Blocks are freed once no step in flight refers to them.
+        """
+    def schedule(self, pool: SequenceMetadataPool) -> tuple[SequenceMetadataList, SchedulerOutputs]:
+        """Frees finished sequences, then picks the next batch: prefill or decode, or empty when nothing can run.
+
+        At most one step may be in flight (scheduled but not given to `process_outputs`) when it is called.
+        """
+    def process_outputs(
+        self, outputs: SchedulerOutputs, token_ids: NDArray[np.int32], num_tokens: NDArray[np.int32]
+    ) -> None:
+        """Appends what the step sampled and checks the stop conditions.
+
+        token_ids: [num_sampled, width]; row i holds `num_tokens[i]` new tokens of the i-th row that samples.
+        Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps must come in order.
+
+        Raises:
+            ValueError: shapes do not match the step, or the step was processed already.
+        """
+    def build_request_outputs(self, outputs: SchedulerOutputs, pool: RequestOutputPool) -> NDArray[np.uint64]:
+        """One RequestOutput per token that the last `process_outputs` appended; ends the step's metadata."""
+    def fail_step(self, outputs: SchedulerOutputs, pool: RequestOutputPool) -> NDArray[np.uint64]:
+        """Ends every sequence of a step that failed, with FinishReason.ERROR and one output each (token_id -1).
+
+        Their blocks do not stay in the prefix cache. Also ends the step's metadata.
+        """
+    def free_finished_seqs(self) -> None:
+        """Frees the blocks of ended sequences that no step in flight refers to."""
+    def has_unfinished_seqs(self) -> bool: ...
+    @property
+    def num_unfinished_requests(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_prompted(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def num_used_blocks(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    def check_invariants(self) -> None:
+        """Recounts everything from scratch; raises RuntimeError with the first thing that does not add up."""
+
+@final
+class SequenceMetadataList:
+    """The batch's sequences, in batch order; a view that copies nothing."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> SequenceMetadata: ...
+    def __iter__(self) -> Any: ...

@@ -1,0 +1,89 @@
+"""EngineConfig: every engine argument, its unit, default and meaning. The only place where a default is written.
+
+Names are vLLM's wherever the meaning is the same, so that a `model.json` of Triton's vLLM backend moves over.
+`deepinfer config`, the command line's options and the check of `1/model.json` all come from these fields.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.validation import describe_validation_error
+
+
+def _zero_overhead_scheduling_from_environment() -> bool:
+    return os.environ.get("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1") != "0"
+
+
+class EngineConfig(BaseModel):
+    """The arguments of one engine.
+
+    Raises:
+        ConfigError: a field is unknown (the nearest known name is suggested) or out of its range.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(
+        None,
+        description="A folder in Hugging Face format, a hub id, or a .gguf file; none is the bundled model.",
+    )
+    tokenizer: str | None = Field(None, description="A folder or hub id of a tokenizer; none is the model's own.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of weights and KV cache; auto is bfloat16 where the device computes it, else float32.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one, else cpu.")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Tokens of prompt and output together; none is what model and KV cache allow."
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one step.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, le=1_048_576, description="Tokens in one step; longer prompts are prefilled in chunks."
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="Tokens in one KV-cache block; none is 16 on cpu, 256 on cuda."
+    )
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="KV-cache blocks, on any device; none is as many as the memory allows."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes of KV cache; none is gpu_memory_utilization on cuda, a quarter of free memory on cpu.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0.0,
+        le=1.0,
+        description="Share of the CUDA device's memory for weights, work space and KV cache.",
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse KV blocks of prompts that begin alike.")
+    max_consecutive_prefills: int = Field(
+        2, ge=1, le=1024, description="Prefill steps in a row while sequences wait to decode."
+    )
+    prefill_attempt_interval: int = Field(
+        1, ge=1, le=1024, description="Decode steps between two attempts to prefill waiting prompts."
+    )
+    zero_overhead_scheduling: bool = Field(
+        default_factory=_zero_overhead_scheduling_from_environment,
+        description="Report a decode step's tokens one step later and hide the host's work behind the device; "
+        "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0 in the environment turns it off.",
+    )
+    seed: int = Field(0, ge=0, le=2**64 - 1, description="Seed of requests that bring none.")
+    max_engine_restarts: int = Field(
+        5, ge=0, le=1000, description="Engine restarts within ten minutes before the model gives up."
+    )
+    stats_interval_s: float = Field(
+        10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
+    )
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error(error, type(self).model_fields)) from None

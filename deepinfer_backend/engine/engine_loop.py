@@ -1,0 +1,148 @@
+"""EngineLoop: the one thread that owns an engine, between two Unix sockets. Runs as the engine process's main.
+
+`python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS` reads the engine's configuration as
+one line of JSON from its standard input, and ends when that is closed: so it never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+
+import numpy as np
+import zmq
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.llm_engine import LLMEngine
+from deepinfer_backend.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineRequest,
+    FromEngine,
+    RequestFailed,
+    Shutdown,
+    StepOutputs,
+    decode_to_engine,
+    encode,
+)
+from deepinfer_backend.engine.stats import StatsLine
+from deepinfer_backend.errors import DeepInferError
+from deepinfer_backend.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Takes requests in, steps while there is work, flushes when drained, sleeps when idle."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        requests: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        stats_interval_s: float,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._outputs = outputs
+        self._stats_line = StatsLine(stats_interval_s)
+        self._is_shut_down = False
+
+    def run(self) -> None:
+        """Returns after a Shutdown message."""
+        engine = self._engine
+        while True:
+            is_busy = engine.has_unfinished_requests() or engine.has_inflight_step()
+            self._take_in(wait=not is_busy)
+            if self._is_shut_down:
+                return
+            handles = engine.step() if engine.has_unfinished_requests() else engine.flush_inflight_reqs()
+            if len(handles):
+                stats = engine.stats()
+                self._send(StepOutputs(engine.request_output_pool.pack(handles), stats))
+                self._stats_line.update(stats, engine.timers)
+
+    def _take_in(self, *, wait: bool) -> None:
+        """Handles every message that is there; with `wait`, sleeps until there is one."""
+        while not self._is_shut_down:
+            try:
+                data = self._requests.recv(0 if wait else zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            wait = False
+            self._handle(data)
+
+    def _handle(self, data: bytes) -> None:
+        match decode_to_engine(data):
+            case AddRequest() as message:
+                self._add(message)
+            case AbortRequests(request_ids):
+                self._engine.abort_request(request_ids)
+            case Shutdown():
+                self._is_shut_down = True
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            self._engine.add_request(
+                EngineRequest(
+                    message.request_id,
+                    np.frombuffer(message.prompt_token_ids, dtype=np.int32),
+                    SamplingParams(**message.sampling_params),
+                    message.priority,
+                )
+            )
+        except DeepInferError as error:
+            self._send(RequestFailed(message.request_id, error.word, error.message))
+
+    def _send(self, message: FromEngine) -> None:
+        self._outputs.send(encode(message))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the parent does: its end of our standard input closes then."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def main() -> int:
+    requests_address, outputs_address = sys.argv[1:]
+    config = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, name="deepinfer-parent-watch", daemon=True).start()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
+    context = zmq.Context()
+    requests: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    for socket in (requests, outputs):
+        socket.set_hwm(0)
+    requests.connect(requests_address)
+    outputs.connect(outputs_address)
+    try:
+        engine_config = EngineConfig(**config)
+        engine = LLMEngine(engine_config)
+        outputs.send(encode(EngineReady(engine.info)))
+        EngineLoop(engine, requests, outputs, engine_config.stats_interval_s).run()
+        engine.close()
+    except Exception as error:
+        logger.exception("the engine cannot go on")
+        shown = (
+            str(error)
+            if isinstance(error, DeepInferError)
+            else "INTERNAL: the engine failed; its log has the traceback"
+        )
+        outputs.send(encode(EngineFailed(shown)))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Nothing is left to save, and threads of libraries must not hold the process.
+    os._exit(code)

@@ -1,0 +1,236 @@
+"""LLMEngine: the step. Schedules a batch, has the Worker run it, and turns its tokens into outputs.
+
+A driver of this class keeps three rules: copy a step's outputs before the next step; when nothing is unfinished,
+flush once; keep all ranks in the same number of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepinfer_backend._core import (
+    RequestOutputPool,
+    SamplingOptions,
+    Scheduler,
+    SchedulerConfig,
+    SequenceMetadataPool,
+)
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.deferred_release import DeferredRelease
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats
+from deepinfer_backend.errors import EngineDeadError, InvalidRequestError
+from deepinfer_backend.models.loader import load_generation_config, load_model, resolve_dtype, resolve_model
+from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
+from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.worker.device import open_stream
+from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks
+from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
+from deepinfer_backend.worker.model_runner import ModelRunner
+from deepinfer_backend.worker.step_buffers import StepBuffers
+from deepinfer_backend.worker.timers import StepTimers
+from deepinfer_backend.worker.worker import StepState, Worker
+
+logger = logging.getLogger(__name__)
+
+Handles = NDArray[np.uint64]
+
+
+class LLMEngine:
+    """Owns the scheduler, the Worker with the model, and the pools between them.
+
+    1. Only the thread that steps it touches it.
+    2. The handles that `step` and `flush_inflight_reqs` return stay valid until the next step's `pre_sampler_sync`.
+    3. A fault in a step ends the sequences of that step with finish reason `error` and nobody else's.
+
+    Raises (constructor):
+        ConfigError, UnsupportedModelError: the model cannot run with this configuration.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        model_path = resolve_model(config.model)
+        model = TransformersModel(load_model(model_path, dtype, device, ATTENTION_NAME))
+        block_size = resolve_block_size(config.block_size, device)
+        max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
+        num_blocks = num_kv_blocks(
+            config,
+            model.layers,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+        )
+        max_blocks_per_seq = min(num_blocks, -(-max_model_len // block_size))
+        self.info = EngineInfo(
+            model_path=str(model_path),
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        self.timers = StepTimers()
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+                max_consecutive_prefills=config.max_consecutive_prefills,
+                prefill_attempt_interval=config.prefill_attempt_interval,
+                hash_seed=random.SystemRandom().getrandbits(64),
+            )
+        )
+        self.request_output_pool = RequestOutputPool()
+        self._sequence_metadata_pool = SequenceMetadataPool()
+        self._deferred_release = DeferredRelease(self.request_output_pool)
+
+        def step_buffers() -> StepBuffers:
+            return StepBuffers(
+                max_num_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_blocks_per_seq=max_blocks_per_seq,
+                device=device,
+            )
+
+        kv_cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.stream = open_stream(device)
+        self.worker = Worker(
+            ModelRunner(model, kv_cache),
+            self.stream,
+            (step_buffers(), step_buffers()),
+            zero_overhead_scheduling=config.zero_overhead_scheduling,
+            post_process=self.post_process,
+            pre_sampler_sync=self.pre_sampler_sync,
+            timers=self.timers,
+        )
+        self._eos_token_ids = load_generation_config(model_path).eos_token_ids
+        self._seeds = random.Random(config.seed)
+        self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        logger.info(
+            "%s on %s in %s: %d KV blocks of %d tokens, at most %d tokens a sequence",
+            model_path.name,
+            device,
+            self.info.dtype,
+            num_blocks,
+            block_size,
+            min(max_model_len, num_blocks * block_size),
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Puts the request's sequence into the waiting queue.
+
+        Raises:
+            InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, or its id is
+                that of another unfinished request.
+        """
+        prompt = request.prompt_token_ids
+        if len(prompt) and (prompt.min() < 0 or prompt.max() >= self.info.vocab_size):
+            raise InvalidRequestError(f"prompt_token_ids: each must be 0 to {self.info.vocab_size - 1}")
+        try:
+            self.scheduler.add_seq(
+                request.request_id,
+                prompt,
+                self._sampling_options(request.sampling_params),
+                priority=request.priority,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        self._num_prompt_tokens += len(prompt)
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        """Ends these requests; no output of theirs comes out any more. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self.scheduler.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_seqs()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.scheduler.num_unfinished_requests
+
+    def has_inflight_step(self) -> bool:
+        """Whether a flush would find a step to post-process."""
+        return self.worker.prev_step_state is not None
+
+    def step(self) -> Handles:
+        """One round: schedule, then the Worker's four parts.
+
+        Returns the handles (uint64, into `request_output_pool`) of the outputs that are ready: a prefill's own, or
+        those of the decode step before. Keep one with `RequestOutput.clone(handle)`.
+        """
+        with self.timers.record("step"):
+            with self.timers.record("schedule"):
+                _, batch = self.scheduler.schedule(self._sequence_metadata_pool)
+            handles = self.worker.execute_model_step(batch)
+            self._num_steps += 1
+        return self._give_out(handles)
+
+    def flush_inflight_reqs(self) -> Handles:
+        """The outputs of the step in flight, if there is one; waits for the device."""
+        handles = self.worker.flush_inflight_reqs()
+        self.scheduler.free_finished_seqs()
+        return self._give_out(handles)
+
+    def post_process(self, state: StepState) -> Handles:
+        """The Worker's first callback: a launched step's tokens → its sequences → handles of their outputs."""
+        try:
+            token_ids, num_tokens = state.wait()
+        except torch.AcceleratorError as error:
+            raise EngineDeadError("the device failed; the engine cannot go on") from error
+        except Exception:
+            logger.exception("a step failed; its %d sequences end with an error", state.batch.num_seqs)
+            return self.scheduler.fail_step(state.batch, self.request_output_pool)
+        self.scheduler.process_outputs(state.batch, token_ids, num_tokens)
+        return self.scheduler.build_request_outputs(state.batch, self.request_output_pool)
+
+    def pre_sampler_sync(self) -> None:
+        """The Worker's second callback, while the device samples: what the last round held is given back."""
+        self._deferred_release.release()
+        self.scheduler.free_finished_seqs()
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running + scheduler.num_prompted,
+            num_blocks=scheduler.num_blocks,
+            num_used_blocks=scheduler.num_used_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def close(self) -> None:
+        """Ends the device thread; safe to call twice."""
+        self.worker.close()
+
+    def _give_out(self, handles: Handles) -> Handles:
+        self._deferred_release.collect(handles)
+        self._num_generation_tokens += len(handles)
+        return handles
+
+    def _sampling_options(self, params: SamplingParams) -> SamplingOptions:
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        return SamplingOptions(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            eos_token_ids=self._eos_token_ids,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            seed=seed,
+        )

@@ -1,0 +1,119 @@
+"""Every message between the frontend and its engine process: typed, length-checked, no pickle.
+
+Frontend → engine: AddRequest, AbortRequests, Shutdown. Engine → frontend: EngineReady, EngineFailed, StepOutputs,
+RequestFailed. Each is one msgpack frame on a Unix socket of its own direction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_backend.sampling_params import SamplingParams
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """A request as the engine takes it: checked token ids and valid sampling parameters.
+
+    `request_id` is unique among the engine's live requests. `priority`: a lower value goes first.
+    """
+
+    request_id: str
+    prompt_token_ids: NDArray[np.int32]
+    sampling_params: SamplingParams
+    priority: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a frontend must know of a ready engine to check requests at its own door."""
+
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters (since the engine started) and gauges (now) that travel with each step's outputs."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_steps: int = 0
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    prompt_token_ids: bytes  # int32, native order
+    sampling_params: dict[str, object]
+    priority: int
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; its process ends after this message."""
+
+    message: str
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of one step, packed by `RequestOutputPool.pack`."""
+
+    outputs: bytes
+    stats: EngineStats
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine refused this request, or failed it alone."""
+
+    request_id: str
+    word: str
+    message: str
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+FromEngine = EngineReady | EngineFailed | StepOutputs | RequestFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Raises ValueError for a message over MAX_MESSAGE_BYTES."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(data)} bytes: must be at most {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises msgspec.DecodeError for anything that is not one whole message."""
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises msgspec.DecodeError for anything that is not one whole message."""
+    return _from_engine.decode(data)

@@ -1,0 +1,84 @@
+"""What can go wrong, as exceptions: each has a stable word that its message begins with.
+
+The word is what an operator greps for, what a client on an old server matches on (Triton 2.51 has one HTTP
+status for every error of a decoupled model), and the name of the Triton error code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+
+class DeepInferError(Exception):
+    """Base of all our errors. `str(error)` is "<word>: <message>" and is safe to show to a client."""
+
+    word: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.message}"
+
+
+class InvalidRequestError(DeepInferError, ValueError):
+    """The request is wrong; the message names the field, the value and the limit."""
+
+    word = "INVALID_ARG"
+
+
+class ConfigError(DeepInferError, ValueError):
+    """The engine's configuration is wrong; raised before any work starts."""
+
+    word = "INVALID_ARG"
+
+
+class UnsupportedModelError(DeepInferError, ValueError):
+    """The model cannot run here; the message says which of its features we lack."""
+
+    word = "UNSUPPORTED"
+
+
+class UnavailableError(DeepInferError):
+    """Not now: the engine is starting, restarting or shutting down, or a queue is full. Try again."""
+
+    word = "UNAVAILABLE"
+
+
+class RequestCancelledError(DeepInferError):
+    """The client cancelled, left, or its deadline passed."""
+
+    word = "CANCELLED"
+
+
+class EngineError(DeepInferError):
+    """A fault of ours; the log has the traceback under the request's id."""
+
+    word = "INTERNAL"
+
+
+class EngineDeadError(EngineError):
+    """The engine process ended; what was in flight in it is lost."""
+
+
+ERRORS_BY_WORD: dict[str, type[DeepInferError]] = {
+    error.word: error for error in (InvalidRequestError, UnavailableError, RequestCancelledError, EngineError)
+}
+"""The exception that a word in a message from another process stands for."""
+
+_MAX_SHOWN_CHARS = 80
+
+
+def shown(value: Any) -> str:
+    """`value` as a message may show it: one line, escaped, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean `x`?)" for the known name closest to `name`, or "" when none is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,120 @@
+"""Any transformers decoder over our paged KV cache, through transformers' own attention registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from deepinfer_backend.errors import UnsupportedModelError
+from deepinfer_backend.models.interface import Attention, LayerShape
+
+ATTENTION_NAME = "deepinfer_paged"
+
+
+class _LayerRecorder:
+    """Attends to nothing and remembers what each layer would store."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise UnsupportedModelError(f"layer {layer} attends more than once, which is not supported")
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def _attention_function(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    deepinfer_attention: Attention,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls with query, key, value [1, num_heads, num_tokens, dim]."""
+    for name, value_of in (("softcap", softcap), ("attention sinks", s_aux)):
+        if value_of is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} needs {name}, which is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = deepinfer_attention.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+        sliding_window,
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_function)
+AttentionMaskInterface.register(ATTENTION_NAME, lambda *_args, **_kwargs: None)
+
+
+class TransformersModel:
+    """A transformers causal language model whose attention runs over our cache.
+
+    Raises:
+        UnsupportedModelError: the model keeps state that is not keys and values per token, or attends in a way that
+            we do not have.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        config = module.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.max_position_embeddings = int(config.max_position_embeddings)
+        self.vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        self.device = next(module.parameters()).device
+        self.dtype = next(module.parameters()).dtype
+        self.layers = self._probe_layers()
+
+    def _probe_layers(self) -> list[LayerShape]:
+        recorder = _LayerRecorder()
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self.logits(zero, zero, recorder, zero)
+        num_layers = self._module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        if sorted(recorder.layers) != list(range(num_layers)):
+            raise UnsupportedModelError(
+                f"{type(self._module).__name__} has {num_layers} layers of which {len(recorder.layers)} attend over "
+                "cached keys and values; other kinds of layers are not supported"
+            )
+        return [recorder.layers[layer] for layer in range(num_layers)]
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """token_ids, positions: [num_tokens]; logits_indices: [num_rows] → [num_rows, vocab_size]."""
+        output = self._module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices,
+            deepinfer_attention=attention,
+        )
+        logits = output.logits[0]
+        assert isinstance(logits, torch.Tensor)
+        return logits

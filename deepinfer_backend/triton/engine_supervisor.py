@@ -1,0 +1,163 @@
+"""Keeps an engine alive: passes its outputs on, and starts a new one when it dies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest
+from deepinfer_backend.errors import EngineDeadError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+RESTART_WINDOW_S = 600.0
+_FIRST_RETRY_DELAY_S = 0.5
+_MAX_RETRY_DELAY_S = 30.0
+_POLL_TIMEOUT_S = 0.2
+_JOIN_TIMEOUT_S = 6.0  # an engine's own close() may take 5
+
+
+class EngineState(Enum):
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # too many restarts: for good
+    CLOSED = "closed"
+
+
+class EngineSupervisor:
+    """Owns the engine client and the thread that reads from it.
+
+    `add_request` and `abort_requests` may be called from any thread. The callbacks run on the supervisor's thread:
+    `on_outputs` for each round; `on_death` once for each death, after which no output of that engine follows;
+    `on_failed` when it has given up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        start_engine: Callable[[EngineConfig], EngineClient],
+        *,
+        on_outputs: Callable[[EngineOutputs], None],
+        on_death: Callable[[EngineDeadError], None],
+        on_failed: Callable[[], None],
+    ) -> None:
+        """Starts the first engine; raises what that raises."""
+        self._config = config
+        self._start_engine = start_engine
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._on_failed = on_failed
+        self._restart_times_s: deque[float] = deque()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # guards _client, _state and info
+        self._client = start_engine(config)
+        self._state = EngineState.RUNNING
+        self.info: EngineInfo = self._client.info
+        self._thread = threading.Thread(target=self._run, name="deepinfer-engine-supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends engine and thread, in bounded time."""
+        self._stopping.set()
+        self._thread.join(_JOIN_TIMEOUT_S)
+        with self._lock:
+            self._state = EngineState.CLOSED
+            client = self._client
+        client.close()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Raises UnavailableError while there is no engine to take it."""
+        with self._lock:
+            if self._state is not EngineState.RUNNING:
+                raise UnavailableError(_UNAVAILABLE_BECAUSE[self._state])
+            client = self._client
+        try:
+            client.add_request(request)
+        except EngineDeadError:
+            raise UnavailableError(_UNAVAILABLE_BECAUSE[EngineState.RESTARTING]) from None
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """A dead engine has none to abort."""
+        with self._lock:
+            if self._state is not EngineState.RUNNING:
+                return
+            client = self._client
+        try:
+            client.abort_requests(request_ids)
+        except EngineDeadError:
+            logger.debug("nothing to abort: the engine has ended")
+
+    def check_available(self) -> None:
+        """Raises UnavailableError while there is no engine; so that a client need not wait in a queue for that."""
+        state = self._state
+        if state is not EngineState.RUNNING:
+            raise UnavailableError(_UNAVAILABLE_BECAUSE[state])
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                outputs = self._client.get_outputs(_POLL_TIMEOUT_S)
+                if outputs is not None:
+                    self._on_outputs(outputs)
+            except Exception as error:
+                if self._stopping.is_set():
+                    return
+                death = (
+                    error if isinstance(error, EngineDeadError) else EngineDeadError("the engine's answer is garbled")
+                )
+                logger.error("the engine has ended: %s", error, exc_info=not isinstance(error, EngineDeadError))
+                if not self._replace_engine(death):
+                    return
+
+    def _replace_engine(self, death: EngineDeadError) -> bool:
+        """Answers for the dead engine and starts another; False when there is none any more."""
+        with self._lock:
+            self._state = EngineState.RESTARTING
+        self._on_death(death)
+        self._client.close()
+        delay_s = 0.0
+        while not self._stopping.wait(delay_s):
+            if not self._may_restart():
+                with self._lock:
+                    self._state = EngineState.FAILED
+                logger.error("giving up: %d engine restarts within %.0f s", *self._restart_budget())
+                self._on_failed()
+                return False
+            try:
+                client = self._start_engine(self._config)
+            except Exception:
+                logger.exception("the engine does not start")
+                delay_s = min(max(2 * delay_s, _FIRST_RETRY_DELAY_S), _MAX_RETRY_DELAY_S)
+                continue
+            with self._lock:
+                self._client, self.info, self._state = client, client.info, EngineState.RUNNING
+            logger.warning("a new engine is running")
+            return True
+        return False
+
+    def _may_restart(self) -> bool:
+        now_s = time.monotonic()
+        while self._restart_times_s and now_s - self._restart_times_s[0] > RESTART_WINDOW_S:
+            self._restart_times_s.popleft()
+        if len(self._restart_times_s) >= self._config.max_engine_restarts:
+            return False
+        self._restart_times_s.append(now_s)
+        return True
+
+    def _restart_budget(self) -> tuple[int, float]:
+        return self._config.max_engine_restarts, RESTART_WINDOW_S
+
+
+_UNAVAILABLE_BECAUSE = {
+    EngineState.RESTARTING: "the engine is restarting; try again in a few seconds",
+    EngineState.FAILED: "the engine failed too often and is not restarted any more; the server's log says why",
+    EngineState.CLOSED: "the model is being unloaded",
+}

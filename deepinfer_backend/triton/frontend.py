@@ -1,0 +1,156 @@
+"""Everything between Triton and the engine: one object per loaded model.
+
+Threads: Triton's own calls `accept`; the input thread tokenizes; the supervisor reads the engine's outputs; the
+responder alone sends; the watcher looks for cancels, deadlines and the shutdown.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
+from deepinfer_backend.engine.input_processor import InputProcessor
+from deepinfer_backend.engine.messages import EngineInfo
+from deepinfer_backend.engine.output_processor import OutputProcessor
+from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
+from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
+from deepinfer_backend.triton.metrics import ModelMetrics
+from deepinfer_backend.triton.request import GenerateRequest, new_request_id, parse_request
+from deepinfer_backend.triton.responder import Responder
+from deepinfer_backend.triton.response_stream import ResponseStream
+from deepinfer_backend.triton.shutdown_signal import ShutdownSignal, drain_timeout_s
+from deepinfer_backend.triton.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Frontend:
+    """Owns the engine and the four threads of one model, from construction to `close`.
+
+    Every request given to `accept` gets exactly one FINAL. `accept` never waits and never raises.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model_name: str,
+        model_version: str,
+        start_engine: Callable[[EngineConfig], EngineClient],
+        load_tokenizer: Callable[[EngineInfo], Any],
+        give_up: Callable[[], None],
+    ) -> None:
+        """Starts the engine and blocks until it is ready; raises DeepInferError if it cannot start.
+
+        `give_up` is called once if the engine dies too often.
+        """
+        self._is_draining = False
+        self._input_queue: SimpleQueue[GenerateRequest | None] = SimpleQueue()
+        self._supervisor = EngineSupervisor(
+            config,
+            start_engine,
+            on_outputs=self._on_outputs,
+            on_death=self._on_engine_death,
+            on_failed=give_up,
+        )
+        self._tokenizer = load_tokenizer(self._supervisor.info)
+        self._input_processor = InputProcessor(self._tokenizer, self._supervisor.info)
+        self._metrics = ModelMetrics(model_name, model_version)
+        self._responder = Responder(
+            OutputProcessor(self._tokenizer), self._supervisor.abort_requests, self._metrics.record_times
+        )
+        self._watcher = Watcher(
+            self._responder, self._metrics, ShutdownSignal.from_environment(), drain_timeout_s(), self._on_draining
+        )
+        self._input_thread = threading.Thread(target=self._process_inputs, name="deepinfer-input", daemon=True)
+        for part in (self._responder, self._supervisor, self._watcher, self._input_thread):
+            part.start()
+
+    def close(self) -> None:
+        """Ends what still runs with an error and a FINAL, then the threads and the engine; bounded."""
+        self._is_draining = True
+        self._input_queue.put(None)
+        self._input_thread.join(_JOIN_TIMEOUT_S)
+        self._watcher.stop()
+        self._responder.stop()
+        self._supervisor.stop()
+        self._metrics.publish()
+        self._metrics.close()
+
+    def accept(self, requests: list[Any]) -> None:
+        """Takes Triton's InferenceRequests; each is answered through its own sender."""
+        for request in requests:
+            self._accept_one(request)
+
+    def _accept_one(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        request_id = "request"
+        try:
+            request_id = new_request_id(request.request_id())
+            self._check_available()
+            generate_request = parse_request(request, request_id)
+        except DeepInferError as error:
+            self._refuse(request_id, sender, error)
+        except Exception:
+            logger.exception("request %s: cannot be read", request_id)
+            self._refuse(request_id, sender, _internal_error(request_id))
+        else:
+            self._responder.open(ResponseStream(request_id, sender, generate_request))
+            self._input_queue.put(generate_request)
+
+    def _check_available(self) -> None:
+        if self._is_draining:
+            raise UnavailableError("the server is shutting down")
+        self._supervisor.check_available()
+
+    def _refuse(self, request_id: str, sender: Any, error: DeepInferError) -> None:
+        self._responder.open(ResponseStream(request_id, sender, None))
+        self._responder.fail(request_id, error)
+
+    def _process_inputs(self) -> None:
+        while (request := self._input_queue.get()) is not None:
+            try:
+                self._process_input(request)
+            except DeepInferError as error:
+                self._responder.fail(request.request_id, error)
+            except Exception:
+                logger.exception("request %s: cannot be processed", request.request_id)
+                self._responder.fail(request.request_id, _internal_error(request.request_id))
+
+    def _process_input(self, request: GenerateRequest) -> None:
+        if not self._responder.is_open(request.request_id):
+            return  # cancelled while it waited here
+        engine_request = self._input_processor.process(
+            request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            priority=request.priority,
+        )
+        self._responder.admit(engine_request)
+        self._supervisor.add_request(engine_request)
+        # Cancelled between the two: the abort may have overtaken the request.
+        if not self._responder.is_open(request.request_id):
+            self._supervisor.abort_requests([request.request_id])
+
+    def _on_outputs(self, outputs: EngineOutputs) -> None:
+        self._responder.respond(outputs)
+        if outputs.stats is not None:
+            self._metrics.record_stats(outputs.stats)
+
+    def _on_engine_death(self, error: DeepInferError) -> None:
+        self._responder.fail_all(error)
+
+    def _on_draining(self) -> None:
+        self._is_draining = True
+
+
+def _internal_error(request_id: str) -> EngineError:
+    return EngineError(f"request {request_id} failed; the server's log says why")

@@ -1,0 +1,65 @@
+"""TritonPythonModel: what Triton's Python backend calls."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_backend.triton.model_config import check_instances, complete_config, read_engine_arguments
+
+if TYPE_CHECKING:
+    from deepinfer_backend.triton.frontend import Frontend
+
+logger = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """One loaded model. Triton calls every method from the stub's main thread.
+
+    The imports are inside: Triton calls `auto_complete_config` in an interpreter of its own that it throws away.
+    """
+
+    _frontend: Frontend
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        return complete_config(config)
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Blocks until the engine is ready; raises with the engine's own message if it cannot start."""
+        _set_up_logging(args["model_name"])
+        from deepinfer_backend.triton.start import start_frontend
+
+        check_instances(json.loads(args["model_config"]))
+        arguments = read_engine_arguments(Path(args["model_repository"], args["model_version"]))
+        self._frontend = start_frontend(
+            arguments,
+            model_name=args["model_name"],
+            model_version=args["model_version"],
+            instance_kind=args["model_instance_kind"],
+            device_id=args["model_instance_device_id"],
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        self._frontend.accept(requests)
+
+    def finalize(self) -> None:
+        self._frontend.close()
+        logger.info("closed")
+
+
+def _set_up_logging(model_name: str) -> None:
+    """To the stub's standard error, which is the server's log; the stub's own streams are ASCII."""
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{model_name}] %(name)s: %(message)s"))
+    package_logger = logging.getLogger("deepinfer_backend")
+    package_logger.handlers = [handler]
+    package_logger.setLevel(os.environ.get("DEEPINFER_LOG_LEVEL", "INFO").upper())
+    package_logger.propagate = False

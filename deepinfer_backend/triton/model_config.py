@@ -1,0 +1,141 @@
+"""What the model looks like to Triton: its tensors, how they are declared, and the folder that Triton loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_backend.errors import ConfigError, shown
+
+DEFAULT_MODEL_NAME = "deepinfer"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as config.pbtxt declares it."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+INPUTS = (
+    TensorSpec("text_input", "TYPE_STRING", [1]),
+    TensorSpec("input_ids", "TYPE_INT32", [-1]),
+    TensorSpec("stream", "TYPE_BOOL", [1]),
+    TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
+    TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
+)
+OUTPUTS = (
+    TensorSpec("text_output", "TYPE_STRING", [1]),
+    TensorSpec("token_ids", "TYPE_INT32", [-1]),
+    TensorSpec("finish_reason", "TYPE_STRING", [1]),
+)
+
+MODEL_PY = '''\
+"""What Triton loads; the code is in the package."""
+
+from deepinfer_backend.triton.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def complete_config(config: Any) -> Any:
+    """Fills what a config.pbtxt leaves out. `config` is Triton's ModelConfig.
+
+    Raises:
+        ValueError: the file asks for something that this model cannot be.
+    """
+    given = config.as_dict()
+    if given["max_batch_size"] > 0:
+        raise ValueError(
+            f"config.pbtxt: max_batch_size is {given['max_batch_size']}: must be 0 (the engine batches by itself)"
+        )
+    policy = given.get("model_transaction_policy") or {}
+    if policy.get("decoupled") is False and "model_transaction_policy" in given:
+        raise ValueError("config.pbtxt: model_transaction_policy.decoupled is false: must be true (or left out)")
+    config.set_max_batch_size(0)
+    config.set_model_transaction_policy({"decoupled": True})
+    for spec in INPUTS:
+        config.add_input({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims, "optional": True})
+    for spec in OUTPUTS:
+        config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims})
+    return config
+
+
+def check_instances(model_config: Mapping[str, Any]) -> None:
+    """One instance is one engine with one KV cache; more of them would fight over one device.
+
+    Raises:
+        ConfigError: config.pbtxt asks for more than one.
+    """
+    count = sum(int(group["count"]) for group in model_config.get("instance_group", []))
+    if count > 1:
+        raise ConfigError(f"config.pbtxt: instance_group count is {count}: must be 1 (the engine batches by itself)")
+
+
+def read_engine_arguments(version_folder: Path) -> dict[str, Any]:
+    """The engine arguments of `model.json`.
+
+    Raises:
+        ConfigError: the file is missing or is not one JSON object.
+    """
+    path = version_folder / "model.json"
+    try:
+        arguments = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: it holds the engine's arguments; {{}} takes all defaults") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{path} must hold one JSON object, not {shown(arguments)}")
+    return arguments
+
+
+def config_pbtxt(name: str) -> str:
+    """The whole config.pbtxt of a model called `name`."""
+    inputs = ",\n".join(
+        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {spec.dims[0]} ] optional: true }}'
+        for spec in INPUTS
+    )
+    outputs = ",\n".join(
+        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {spec.dims[0]} ] }}' for spec in OUTPUTS
+    )
+    return f"""\
+name: "{name}"
+backend: "python"
+max_batch_size: 0  # the engine batches by itself
+model_transaction_policy {{ decoupled: true }}
+input [
+{inputs}
+]
+output [
+{outputs}
+]
+instance_group [ {{ kind: KIND_MODEL count: 1 }} ]  # one instance is one engine with one KV cache
+"""
+
+
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def write_model_repository(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes a model repository: one model for each name, with these engine arguments.
+
+    Raises:
+        ConfigError: a name cannot be a model's.
+    """
+    for name, arguments in models.items():
+        if not name or not set(name) <= _NAME_CHARS or name.startswith("."):
+            raise ConfigError(f"model name is {shown(name)}: must be letters, digits, '_', '-' and '.'")
+        version_folder = folder / name / "1"
+        version_folder.mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(config_pbtxt(name), encoding="utf-8")
+        (version_folder / "model.py").write_text(MODEL_PY, encoding="utf-8")
+        (version_folder / "model.json").write_text(
+            json.dumps(dict(arguments), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )

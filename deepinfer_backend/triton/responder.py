@@ -1,0 +1,208 @@
+"""The responder: the one thread that sends, and the only user of the output processor."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from deepinfer_backend._core import RequestOutput
+from deepinfer_backend.engine.engine_client import EngineOutputs
+from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.engine.output_processor import ProcessedOutputs
+from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
+from deepinfer_backend.outputs import TextDelta
+from deepinfer_backend.triton.metrics import RequestTimes
+from deepinfer_backend.triton.response_stream import ResponseStream
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class TokensToText(Protocol):
+    """What the responder needs of an OutputProcessor."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+    def process(self, outputs: list[RequestOutput]) -> ProcessedOutputs: ...
+    def remove_request(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Admit:
+    """The request goes to the engine now; its outputs come later in the queue than this."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Fail:
+    request_id: str
+    error: DeepInferError
+
+
+@dataclass(frozen=True, slots=True)
+class _FailAll:
+    error: DeepInferError
+
+
+class _Stop:
+    pass
+
+
+_Event = _Admit | EngineOutputs | _Fail | _FailAll | _Stop
+
+
+class Responder:
+    """Owns every open ResponseStream, from `open` to its FINAL, and the thread that sends.
+
+    Everything that may end a request arrives in one queue and is handled by one thread, so that each request has one
+    history: admitted, deltas, end. All methods may be called from any thread; none waits for a client.
+    """
+
+    def __init__(
+        self,
+        output_processor: TokensToText,
+        abort_requests: Callable[[list[str]], None],
+        observe: Callable[[RequestTimes], None],
+    ) -> None:
+        self._output_processor = output_processor
+        self._abort_requests = abort_requests
+        self._observe = observe
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._lock = threading.Lock()  # guards _open
+        self._open: dict[str, ResponseStream] = {}
+        self._admitted: set[str] = set()  # ids that the output processor knows; the thread's own
+        self._thread = threading.Thread(target=self._run, name="deepinfer-responder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends what is still open with UNAVAILABLE, then the thread."""
+        self._events.put(_FailAll(UnavailableError("the model is being unloaded")))
+        self._events.put(_Stop())
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def open(self, stream: ResponseStream) -> None:
+        """From here on the stream gets its one FINAL, whatever happens."""
+        with self._lock:
+            self._open[stream.request_id] = stream
+
+    def open_streams(self) -> list[ResponseStream]:
+        with self._lock:
+            return list(self._open.values())
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def admit(self, request: EngineRequest) -> None:
+        """To be called before the engine gets the request."""
+        self._events.put(_Admit(request))
+
+    def respond(self, outputs: EngineOutputs) -> None:
+        self._events.put(outputs)
+
+    def fail(self, request_id: str, error: DeepInferError) -> None:
+        self._events.put(_Fail(request_id, error))
+
+    def fail_all(self, error: DeepInferError) -> None:
+        """Ends every stream that is open when the responder comes to it."""
+        self._events.put(_FailAll(error))
+
+    def _run(self) -> None:
+        while True:
+            events = self._next_events()
+            # In this order no answer that is already there is lost to an error that came later.
+            for event in events:
+                if isinstance(event, _Admit):
+                    with self._guard(event.request.request_id):
+                        self._admit(event.request)
+            self._respond([event for event in events if isinstance(event, EngineOutputs)])
+            for event in events:
+                if isinstance(event, _Fail):
+                    self._end_with_error(event.request_id, event.error)
+                elif isinstance(event, _FailAll):
+                    for stream in self.open_streams():
+                        self._end_with_error(stream.request_id, event.error)
+            if any(isinstance(event, _Stop) for event in events):
+                return
+
+    def _next_events(self) -> list[_Event]:
+        """All that is there, at least one: an engine that outruns the senders gets fewer, longer responses."""
+        events = [self._events.get()]
+        with suppress(Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def _admit(self, request: EngineRequest) -> None:
+        if request.request_id in self._open:  # else it was cancelled meanwhile
+            self._admitted.add(request.request_id)
+            self._output_processor.add_request(request)
+
+    def _respond(self, rounds: list[EngineOutputs]) -> None:
+        outputs: dict[str, list[RequestOutput]] = {}
+        for round_ in rounds:
+            for output in round_.outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+        ids_to_abort: list[str] = []
+        # Each request by itself, so that one that cannot be turned into text fails alone.
+        for request_id, its_outputs in outputs.items():
+            if request_id not in self._admitted:
+                ids_to_abort.append(request_id)  # nobody waits for it: the engine need not compute it
+                continue
+            with self._guard(request_id):
+                processed = self._output_processor.process(its_outputs)
+                ids_to_abort.extend(processed.request_ids_to_abort)
+                for _, delta in processed.deltas:
+                    self._send(request_id, delta)
+        for round_ in rounds:
+            for failure in round_.failures:
+                self._end_with_error(failure.request_id, failure.error, abort=False)
+        if ids_to_abort:
+            self._abort_requests(ids_to_abort)
+
+    def _send(self, request_id: str, delta: TextDelta) -> None:
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        stream.send_delta(delta)
+        if delta.finish_reason is not None:
+            self._observe(stream.times())
+            self._forget(request_id)
+        elif stream.is_finished:  # its client is gone
+            self._abort_requests([request_id])
+            self._forget(request_id)
+
+    def _end_with_error(self, request_id: str, error: DeepInferError, *, abort: bool = True) -> None:
+        stream = self._open.get(request_id)
+        if stream is None:
+            return
+        logger.info("request %s ended: %s", request_id, error)
+        stream.fail(error)
+        if abort and request_id in self._admitted:
+            self._abort_requests([request_id])
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        with self._lock:
+            self._open.pop(request_id, None)
+        if request_id in self._admitted:
+            self._admitted.discard(request_id)
+            self._output_processor.remove_request(request_id)
+
+    @contextmanager
+    def _guard(self, request_id: str) -> Iterator[None]:
+        """An error while answering one request ends that request alone."""
+        try:
+            yield
+        except DeepInferError as error:
+            self._end_with_error(request_id, error)
+        except Exception:
+            logger.exception("request %s: cannot be answered", request_id)
+            self._end_with_error(request_id, EngineError(f"request {request_id} failed; the server's log says why"))

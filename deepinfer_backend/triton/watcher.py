@@ -1,0 +1,80 @@
+"""The watcher: sees cancellation, deadlines and the server's shutdown, and publishes metrics."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from deepinfer_backend.errors import RequestCancelledError, UnavailableError
+from deepinfer_backend.triton.metrics import ModelMetrics
+from deepinfer_backend.triton.responder import Responder
+from deepinfer_backend.triton.shutdown_signal import ShutdownSignal
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.05
+METRICS_INTERVAL_S = 0.25
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Watcher:
+    """Owns a thread that looks at every open stream, queued or running, each WATCH_INTERVAL_S."""
+
+    def __init__(
+        self,
+        responder: Responder,
+        metrics: ModelMetrics,
+        shutdown_signal: ShutdownSignal,
+        drain_timeout_s: float,
+        on_draining: Callable[[], None],
+    ) -> None:
+        self._responder = responder
+        self._metrics = metrics
+        self._shutdown_signal = shutdown_signal
+        self._drain_timeout_s = drain_timeout_s
+        self._on_draining = on_draining
+        self._drain_deadline_s: float | None = None
+        self._next_metrics_s = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deepinfer-watcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(WATCH_INTERVAL_S):
+            for look in (self._look_at_streams, self._look_for_shutdown, self._publish_metrics):
+                try:
+                    look()
+                except Exception:
+                    logger.exception("the watcher goes on after an error")
+
+    def _look_at_streams(self) -> None:
+        for stream in self._responder.open_streams():
+            if stream.is_cancelled():
+                self._responder.fail(stream.request_id, RequestCancelledError("the client cancelled or left"))
+            elif stream.deadline_s is not None and time.monotonic() > stream.deadline_s:
+                timeout_s = stream.deadline_s - stream.arrival_s
+                self._responder.fail(
+                    stream.request_id, RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer")
+                )
+
+    def _look_for_shutdown(self) -> None:
+        if self._drain_deadline_s is None:
+            if self._shutdown_signal.is_set(is_busy=bool(self._responder.open_streams())):
+                logger.info("the server shuts down: running requests get %g s", self._drain_timeout_s)
+                self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+                self._on_draining()
+        elif time.monotonic() > self._drain_deadline_s:
+            self._responder.fail_all(UnavailableError("the server is shutting down"))
+
+    def _publish_metrics(self) -> None:
+        if time.monotonic() >= self._next_metrics_s:
+            self._next_metrics_s = time.monotonic() + METRICS_INTERVAL_S
+            self._metrics.publish()

@@ -1,0 +1,47 @@
+"""pydantic's verdicts in our words: one sentence that names the field, the value and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from deepinfer_backend.errors import nearest_name, shown
+
+# By pydantic's error type; the braces are filled from the error's context.
+_REASONS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "too_long": "must have at most {max_length} entries, not {actual_length}",
+    "literal_error": "must be {expected}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of fewer digits",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+}
+
+
+def describe_validation_error(error: ValidationError, known_fields: Iterable[str]) -> str:
+    """What is wrong with the first offending field, for example "temperature is -1: must be at least 0"."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown field {shown(field)}{nearest_name(field, known_fields)}"
+    # What a validator of ours says about several fields names them itself.
+    return f"{field} is {shown(first['input'])}: {_reason(first)}" if field else _reason(first)
+
+
+def _reason(details: ErrorDetails) -> str:
+    if details["type"] in _REASONS:
+        return _REASONS[details["type"]].format(**details.get("ctx", {}))
+    return details["msg"].removeprefix("Value error, ")

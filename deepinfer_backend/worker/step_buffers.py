@@ -1,0 +1,87 @@
+"""The packed arrays of one step: one host buffer that the scheduler writes, one copy of it to the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepinfer_backend._core import StepArrays
+
+_ALIGNMENT_BYTES = 64
+MAX_BANNED_PER_SEQ = 128
+"""End and stop tokens that `min_tokens` may hold back per sequence: 64 stop token ids and the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """Device views of a step's arrays; shapes as in `_core.StepArrays`, at full capacity."""
+
+    token_ids: torch.Tensor
+    inflight_rows: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniforms: torch.Tensor
+    banned_rows: torch.Tensor
+    banned_token_ids: torch.Tensor
+
+
+class StepBuffers:
+    """Owns one host buffer and, on CUDA, its device twin; allocated once.
+
+    `arrays` is what the scheduler writes into, `host` the same memory as tensors, `device` what a kernel reads after
+    `upload()`. On CPU all three are one memory.
+    """
+
+    def __init__(
+        self, *, max_num_tokens: int, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device
+    ) -> None:
+        tokens, seqs = (max_num_tokens,), (max_num_seqs,)
+        banned = (max_num_seqs * MAX_BANNED_PER_SEQ,)
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "token_ids": (torch.int32, tokens),
+            "inflight_rows": (torch.int32, tokens),
+            "positions": (torch.int64, tokens),
+            "slot_mapping": (torch.int64, tokens),
+            "query_start_loc": (torch.int32, (max_num_seqs + 1,)),
+            "seq_lens": (torch.int32, seqs),
+            "block_tables": (torch.int32, (max_num_seqs, max_blocks_per_seq)),
+            "logits_indices": (torch.int64, seqs),
+            "temperature": (torch.float32, seqs),
+            "top_k": (torch.int32, seqs),
+            "top_p": (torch.float32, seqs),
+            "uniforms": (torch.float64, seqs),
+            "banned_rows": (torch.int64, banned),
+            "banned_token_ids": (torch.int64, banned),
+        }
+        sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, (dtype, shape) in layout.items()}
+        padded = {name: -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for name, size in sizes.items()}
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(sum(padded.values()), dtype=torch.uint8, pin_memory=on_cuda)
+        self._device = torch.zeros_like(self._host, device=device) if on_cuda else self._host
+
+        def views(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+            offset, result = 0, {}
+            for name, (dtype, shape) in layout.items():
+                result[name] = buffer[offset : offset + sizes[name]].view(dtype).view(shape)
+                offset += padded[name]
+            return result
+
+        host = views(self._host)
+        self.host = StepTensors(**host)
+        self.device = StepTensors(**views(self._device))
+        self.arrays = StepArrays(**{name: tensor.numpy() for name, tensor in host.items()})
+
+    def upload(self) -> StepTensors:
+        """Copies the host's arrays to the device; call it on the device's stream."""
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
+        return self.device

@@ -1,0 +1,80 @@
+"""An EngineClient whose steps a test makes by hand."""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.engine_client import EngineOutputs, RequestFailure
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats
+from deepinfer_backend.errors import DeepInferError, EngineDeadError
+
+
+def output(request_id: str, token_id: int, finish_reason: str = "NONE") -> Any:
+    """What a RequestOutput of the core looks like; the core makes them in its own pool only."""
+    return SimpleNamespace(
+        request_id=request_id,
+        seq_id=0,
+        sequence_index=0,
+        output_index=0,
+        token_id=token_id,
+        finished=finish_reason != "NONE",
+        finish_reason=SimpleNamespace(name=finish_reason),
+        stop_token_id=-1,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+    )
+
+
+class FakeEngine:
+    """Records what it is asked; answers with what the test puts in."""
+
+    info = EngineInfo("/nowhere", 100, 1000, 50, 16, "cpu", "float32")
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.added: SimpleQueue[EngineRequest] = SimpleQueue()
+        self.aborted: list[str] = []
+        self.is_closed = False
+        self._rounds: SimpleQueue[EngineOutputs | Exception] = SimpleQueue()
+        self._is_dead = threading.Event()
+
+    def add_request(self, request: EngineRequest) -> None:
+        if self._is_dead.is_set():
+            raise EngineDeadError("the engine process has ended")
+        self.added.put(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted.extend(request_ids)
+
+    def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
+        try:
+            round_ = self._rounds.get(timeout=timeout_s)
+        except Empty:
+            return None
+        if isinstance(round_, Exception):
+            raise round_
+        return round_
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    @property
+    def num_rounds_left(self) -> int:
+        return self._rounds.qsize()
+
+    def next_request(self, timeout_s: float = 10.0) -> EngineRequest:
+        """The next one that was added."""
+        return self.added.get(timeout=timeout_s)
+
+    def step(self, *outputs: Any, stats: EngineStats | None = None) -> None:
+        self._rounds.put(EngineOutputs(list(outputs), [], stats or EngineStats()))
+
+    def refuse(self, request_id: str, error: DeepInferError) -> None:
+        self._rounds.put(EngineOutputs([], [RequestFailure(request_id, error)], EngineStats()))
+
+    def die(self) -> None:
+        self._is_dead.set()
+        self._rounds.put(EngineDeadError("the engine process ended with status -9"))

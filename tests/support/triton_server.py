@@ -1,0 +1,78 @@
+"""A real tritonserver for tests, on free ports, with a log of its own."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepinfer_backend.triton.model_config import write_model_repository
+from deepinfer_backend.triton.server import TritonServer
+
+START_TIMEOUT_S = 120.0
+POLL_INTERVAL_S = 0.02
+
+
+@contextmanager
+def running_server(folder: Path, models: Mapping[str, Mapping[str, Any]], **options: Any) -> Iterator[TritonServer]:
+    """A ready server with these models (name → engine arguments); `folder` gets its repository and its log."""
+    repository = folder / "models"
+    write_model_repository(repository, models)
+    http_port, grpc_port, metrics_port = free_ports(3)
+    server = TritonServer(
+        repository,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        log_file=folder / "tritonserver.log",
+        **options,
+    )
+    with server:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until `condition` held; fails after `timeout_s`."""
+    start_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - start_s > timeout_s:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(POLL_INTERVAL_S)
+    return time.monotonic() - start_s
+
+
+def read_metrics(server: TritonServer, model: str = "deepinfer") -> dict[str, float]:
+    """Metric name → value, of `model`; a histogram's buckets are left out."""
+    with urllib.request.urlopen(f"http://localhost:{server.metrics_port}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    values = {}
+    for line in lines:
+        name, brace, rest = line.partition("{")
+        if brace and f'model="{model}"' in rest and not name.endswith("_bucket"):
+            values[name] = float(rest.rpartition("}")[2])
+    return values
+
+
+def engine_process_ids(server: TritonServer) -> list[int]:
+    """The engines that run behind `server`."""
+    return [pid for pid in server.process_ids() if b"deepinfer_backend.engine" in _command_line(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

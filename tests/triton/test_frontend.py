@@ -1,0 +1,376 @@
+"""The frontend's threads with a fake engine and a fake Triton: one FINAL on every path, errors that stay alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.messages import EngineStats
+from deepinfer_backend.errors import ConfigError, EngineError, InvalidRequestError
+from tests.support import fake_triton
+from tests.support.fake_engine import FakeEngine, output
+from tests.support.fake_triton import MetricFamily, Request, TritonError
+from tests.support.triton_server import wait_until
+
+from deepinfer_backend.triton.frontend import Frontend  # isort: skip (after fake_triton)
+
+assert fake_triton
+
+CANCEL_LIMIT_S = 0.1
+SLACK_S = 0.1
+
+
+class Engines:
+    """Starts fake engines; keeps them in order."""
+
+    def __init__(self) -> None:
+        self.started: SimpleQueue[FakeEngine] = SimpleQueue()
+        self.may_start = threading.Event()
+        self.may_start.set()
+        self.start_error: Exception | None = None
+        self.gave_up = threading.Event()
+
+    def start(self, config: EngineConfig) -> FakeEngine:
+        assert self.may_start.wait(10)
+        if self.start_error is not None:
+            raise self.start_error
+        engine = FakeEngine(config)
+        self.started.put(engine)
+        return engine
+
+    def next(self) -> FakeEngine:
+        return self.started.get(timeout=10)
+
+
+@contextmanager
+def running_frontend(engines: Engines, **config: Any) -> Iterator[Frontend]:
+    frontend = Frontend(
+        EngineConfig(**config),
+        model_name="fake",
+        model_version="1",
+        start_engine=engines.start,
+        load_tokenizer=lambda info: None,
+        give_up=engines.gave_up.set,
+    )
+    try:
+        yield frontend
+    finally:
+        frontend.close()
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def frontend(engines: Engines) -> Iterator[Frontend]:
+    with running_frontend(engines) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(frontend: Frontend, engines: Engines) -> FakeEngine:
+    return engines.next()
+
+
+def start_request(frontend: Frontend, engine: FakeEngine, **request: Any) -> tuple[str, Request]:
+    """(the engine's id of it, the request) once the engine has it."""
+    sent = Request(input_ids=[1], **request)
+    frontend.accept([sent])
+    return engine.next_request().request_id, sent
+
+
+def assert_served(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine)
+    engine.step(output(request_id, 5, "LENGTH"))
+    request.sender.wait()
+    assert request.sender.outputs("token_ids") == [[5]]
+
+
+def assert_failed(request: Request, code: int, *parts: str) -> None:
+    """Failed with one error, in the one FINAL."""
+    request.sender.wait()
+    assert request.sender.num_finals == 1
+    assert request.sender.error is not None
+    assert request.sender.error.code == code
+    for part in parts:
+        assert part in request.sender.error.message
+
+
+def test_final_is_on_the_last_data_response_of_a_stream(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine, stream=True)
+    engine.step(output(request_id, 5))
+    wait_until(lambda: len(request.sender.sent) == 1, 5, "first response")
+    engine.step(output(request_id, 6, "LENGTH"))
+    request.sender.wait()
+    assert request.sender.outputs("token_ids") == [[5], [6]]
+    assert request.sender.outputs("finish_reason") == [["None"], ["length"]]
+    assert request.sender.num_finals == 1
+
+
+def test_one_response_without_stream_has_all_tokens(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine)
+    for token_id in (5, 6):
+        engine.step(output(request_id, token_id))
+    engine.step(output(request_id, 7, "STOP"))
+    request.sender.wait()
+    assert request.sender.outputs("token_ids") == [[5, 6, 7]]
+    assert request.sender.outputs("finish_reason") == [["stop"]]
+
+
+def test_an_engine_that_outruns_the_client_gets_fewer_longer_responses(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine, stream=True)
+    may_go_on, send = threading.Event(), request.sender.send
+
+    def slow_send(*args: Any, **kwargs: Any) -> None:
+        assert may_go_on.wait(10)
+        send(*args, **kwargs)
+
+    request.sender.send = slow_send  # type: ignore[method-assign]
+    for token_id in range(50):
+        engine.step(output(request_id, token_id))
+    engine.step(output(request_id, 50, "LENGTH"))
+    wait_until(lambda: engine.num_rounds_left == 0, 5, "all rounds are read")
+    may_go_on.set()
+    request.sender.wait()
+    assert list(chain.from_iterable(request.sender.outputs("token_ids"))) == list(range(51))
+    assert len(request.sender.sent) <= 3
+
+
+def test_only_requested_outputs_are_sent(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine, outputs=("token_ids",))
+    engine.step(output(request_id, 5, "LENGTH"))
+    request.sender.wait()
+    assert request.sender.outputs("token_ids") == [[5]]
+    assert request.sender.outputs("text_output") == request.sender.outputs("finish_reason") == []
+
+
+def test_two_requests_with_the_same_client_id_do_not_mix(frontend: Frontend, engine: FakeEngine) -> None:
+    (first_id, first), (second_id, second) = (start_request(frontend, engine, request_id="same") for _ in range(2))
+    engine.step(output(first_id, 5, "LENGTH"), output(second_id, 6, "LENGTH"))
+    for request, token_id in ((first, 5), (second, 6)):
+        request.sender.wait()
+        assert request.sender.outputs("token_ids") == [[token_id]]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_cancel_is_answered_within_100_ms(frontend: Frontend, engine: FakeEngine, num_steps: int) -> None:
+    """0 steps: the request waits in the engine's queue; 1: it runs."""
+    request_id, request = start_request(frontend, engine, stream=True)
+    for _ in range(num_steps):
+        engine.step(output(request_id, 5))
+    wait_until(lambda: len(request.sender.sent) == num_steps, 10, "first response")
+    request.sender.cancelled = True
+    started_s = time.monotonic()
+    assert_failed(request, TritonError.CANCELLED, "CANCELLED: ")
+    assert time.monotonic() - started_s < CANCEL_LIMIT_S + SLACK_S
+    wait_until(lambda: engine.aborted == [request_id], 5, "the engine is told")
+
+
+def test_cancel_is_seen_while_the_prompt_waits_to_be_tokenized(
+    frontend: Frontend, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, entered = threading.Event(), threading.Event()
+    process = frontend._input_processor.process
+
+    def slow_process(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
+        assert may_go_on.wait(10)
+        return process(*args, **kwargs)
+
+    monkeypatch.setattr(frontend._input_processor, "process", slow_process)
+    in_work, behind = Request(input_ids=[1]), Request(input_ids=[1])
+    frontend.accept([in_work, behind])
+    assert entered.wait(10)
+    for request in (in_work, behind):
+        request.sender.cancelled = True
+        assert_failed(request, TritonError.CANCELLED)
+    may_go_on.set()
+    monkeypatch.undo()
+    assert_served(frontend, _only_request_is_aborted(engine))
+
+
+def _only_request_is_aborted(engine: FakeEngine) -> FakeEngine:
+    """The one that was in work reaches the engine late and is aborted there; the one behind it never does."""
+    late = engine.next_request().request_id
+    wait_until(lambda: late in engine.aborted, 5, "the late request is aborted")
+    return engine
+
+
+def test_timeout_parameter_is_a_deadline_in_microseconds(frontend: Frontend, engine: FakeEngine) -> None:
+    started_s = time.monotonic()
+    _, request = start_request(frontend, engine, parameters={"timeout": 200_000})
+    assert_failed(request, TritonError.CANCELLED, "timeout of 0.2 s")
+    assert 0.2 <= time.monotonic() - started_s < 0.2 + CANCEL_LIMIT_S + SLACK_S
+
+
+def test_engine_death_answers_all_and_a_new_engine_serves(
+    frontend: Frontend, engine: FakeEngine, engines: Engines
+) -> None:
+    running = [start_request(frontend, engine, stream=True)[1] for _ in range(8)]
+    engines.may_start.clear()
+    engine.die()
+    for request in running:
+        assert_failed(request, TritonError.INTERNAL, "INTERNAL: ")
+    during = Request(input_ids=[1])
+    frontend.accept([during])
+    assert_failed(during, TritonError.UNAVAILABLE, "UNAVAILABLE: the engine is restarting")
+    engines.may_start.set()
+    new_engine = engines.next()
+    assert engine.is_closed
+    wait_until(lambda: _is_available(frontend), 10, "available again")
+    assert_served(frontend, new_engine)
+
+
+def test_a_dead_engine_that_nobody_noticed_yet_is_unavailable(
+    frontend: Frontend, engine: FakeEngine, engines: Engines
+) -> None:
+    engines.may_start.clear()
+    engine._is_dead.set()
+    request = Request(input_ids=[1])
+    frontend.accept([request])
+    assert_failed(request, TritonError.UNAVAILABLE)
+    engines.may_start.set()
+
+
+def test_too_many_deaths_end_in_unavailable_and_give_up(engines: Engines) -> None:
+    with running_frontend(engines, max_engine_restarts=2) as frontend:
+        for _ in range(3):
+            engines.next().die()
+        assert engines.gave_up.wait(10)
+        request = Request(input_ids=[1])
+        frontend.accept([request])
+        assert_failed(request, TritonError.UNAVAILABLE, "failed too often")
+
+
+def test_an_engine_that_does_not_start_again_counts_as_a_death(engines: Engines) -> None:
+    with running_frontend(engines, max_engine_restarts=1):
+        engines.start_error = EngineError("no memory")
+        engines.next().die()
+        assert engines.gave_up.wait(10)
+
+
+def test_the_first_engine_must_start(engines: Engines) -> None:
+    engines.start_error = ConfigError("model is 'nowhere': no such folder")
+    with pytest.raises(ConfigError, match="no such folder"), running_frontend(engines):
+        pass
+
+
+def test_an_error_while_answering_one_request_is_that_requests_alone(
+    frontend: Frontend, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad_id, bad = start_request(frontend, engine, request_id="bad")
+    good_id, good = start_request(frontend, engine)
+    processor = frontend._responder._output_processor
+    process = processor.process
+
+    def failing(outputs: list[Any]) -> Any:
+        if outputs[0].request_id == bad_id:
+            raise KeyError("/secret/path")
+        return process(outputs)
+
+    monkeypatch.setattr(processor, "process", failing)
+    with caplog.at_level(logging.ERROR):
+        engine.step(output(bad_id, 5), output(good_id, 6, "LENGTH"))
+        assert_failed(bad, TritonError.INTERNAL, "INTERNAL: ", bad_id)
+    assert bad.sender.error is not None and "secret" not in bad.sender.error.message
+    assert any(bad_id in record.getMessage() and record.exc_info for record in caplog.records)
+    good.sender.wait()
+    assert good.sender.outputs("token_ids") == [[6]]
+
+
+def test_a_sender_that_fails_hurts_nobody_else(frontend: Frontend, engine: FakeEngine) -> None:
+    gone_id, gone = start_request(frontend, engine, stream=True)
+    other_id, other = start_request(frontend, engine, stream=True)
+    gone.sender.fail_with = RuntimeError("client is gone")
+    engine.step(output(gone_id, 5), output(other_id, 5))
+    engine.step(output(other_id, 6, "LENGTH"))
+    other.sender.wait()
+    assert list(chain.from_iterable(other.sender.outputs("token_ids"))) == [5, 6]
+    gone.sender.wait()
+    wait_until(lambda: engine.aborted == [gone_id], 5, "the engine is told")
+
+
+def test_a_request_that_cannot_be_read_is_answered_without_its_exception(
+    frontend: Frontend, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, good = Request(request_id="x\ny", input_ids=[1]), Request(input_ids=[1])
+    broken.inputs = _raise  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        frontend.accept([broken, good])
+    assert_failed(broken, TritonError.INTERNAL, r"x\ny")
+    assert broken.sender.error is not None and "secret" not in broken.sender.error.message
+    engine.step(output(engine.next_request().request_id, 5, "LENGTH"))
+    good.sender.wait()
+    assert good.sender.error is None
+
+
+def _raise() -> Any:
+    raise OSError("/secret/path")
+
+
+def test_the_engines_refusal_reaches_its_client(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine)
+    engine.refuse(request_id, InvalidRequestError("the prompt has 9 tokens: must have at most 8"))
+    assert_failed(request, TritonError.INVALID_ARG, "INVALID_ARG: the prompt has 9 tokens")
+
+
+def test_outputs_that_nobody_waits_for_are_aborted(frontend: Frontend, engine: FakeEngine) -> None:
+    engine.step(output("stranger", 5))
+    wait_until(lambda: engine.aborted == ["stranger"], 5, "the engine is told")
+
+
+def test_close_ends_running_and_queued_requests_with_one_final(engines: Engines) -> None:
+    with running_frontend(engines) as frontend:
+        engine = engines.next()
+        requests = [start_request(frontend, engine, stream=True)[1] for _ in range(4)]
+    for request in requests:
+        assert_failed(request, TritonError.UNAVAILABLE, "being unloaded")
+    assert engine.is_closed
+
+
+def test_drain_lets_requests_finish_then_ends_the_rest(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPINFER_DRAIN_FILE", str(tmp_path / "drain"))
+    monkeypatch.setenv("DEEPINFER_DRAIN_TIMEOUT_S", "0.5")
+    with running_frontend(engines) as frontend:
+        engine = engines.next()
+        quick_id, quick = start_request(frontend, engine)
+        _, slow = start_request(frontend, engine)
+        (tmp_path / "drain").touch()
+        wait_until(lambda: frontend._is_draining, 5, "draining")
+        late = Request(input_ids=[1])
+        frontend.accept([late])
+        assert_failed(late, TritonError.UNAVAILABLE, "shutting down")
+        engine.step(output(quick_id, 5, "LENGTH"))
+        quick.sender.wait()
+        assert quick.sender.error is None
+        assert_failed(slow, TritonError.UNAVAILABLE, "shutting down")
+
+
+def test_metrics_add_up_over_a_restart(frontend: Frontend, engine: FakeEngine, engines: Engines) -> None:
+    engine.step(stats=EngineStats(num_generation_tokens=10, num_steps=5))
+    wait_until(lambda: sum(MetricFamily.values["deepinfer_generation_tokens_total"]) == 10, 5, "published")
+    engine.die()
+    engines.next().step(stats=EngineStats(num_generation_tokens=3, num_steps=2))
+    wait_until(lambda: sum(MetricFamily.values["deepinfer_generation_tokens_total"]) == 13, 5, "published")
+
+
+def _is_available(frontend: Frontend) -> bool:
+    try:
+        frontend._supervisor.check_available()
+    except Exception:
+        return False
+    return True

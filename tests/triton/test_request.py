@@ -1,0 +1,135 @@
+"""Triton's tensors and parameters → GenerateRequest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.outputs import TextDelta
+from tests.support import fake_triton
+from tests.support.fake_triton import Request
+
+from deepinfer_backend.triton.request import (  # isort: skip (after fake_triton)
+    MAX_SAMPLING_PARAMETERS_BYTES,
+    build_output_tensors,
+    new_request_id,
+    parse_request,
+)
+
+assert fake_triton
+
+
+def parse(**request: Any) -> Any:
+    return parse_request(Request(**request), "id")
+
+
+def test_the_tensor_wins_over_the_request_parameter() -> None:
+    request = parse(
+        text_input="x",
+        sampling_parameters=json.dumps({"max_tokens": 3}),
+        parameters={"max_tokens": 5, "top_k": 7},
+    )
+    assert (request.sampling_params.max_tokens, request.sampling_params.top_k) == (3, 7)
+
+
+def test_tritons_own_parameters_are_no_sampling_parameters() -> None:
+    request = parse(
+        text_input="x",
+        parameters={"priority": 2, "timeout": 1_500_000, "triton_enable_empty_final_response": True, "sequence_id": 1},
+    )
+    assert (request.priority, request.timeout_s) == (2, 1.5)
+
+
+def test_a_grpc_timeout_is_a_deadline_too() -> None:
+    assert parse(text_input="x", timeout_us=250_000).timeout_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "prepend"),
+    [(None, None, True), (False, False, True), (False, True, False), (True, None, False), (True, True, False)],
+)
+def test_exclude_input_in_output_has_vllms_defaults(stream: bool | None, exclude: bool | None, prepend: bool) -> None:
+    given = {"stream": stream, "exclude_input_in_output": exclude}
+    tensors = {name: value for name, value in given.items() if value is not None}
+    assert parse(text_input="x", **tensors).prepend_prompt is prepend
+
+
+def test_input_ids_are_copied_out_of_shared_memory() -> None:
+    tensor = np.array([1, 2, 3], dtype=np.int32)
+    request = parse(input_ids=tensor)
+    tensor[:] = 0
+    assert request.prompt_token_ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["Grüße 😀\0\n", ""])
+def test_text_arrives_as_it_was_sent(text: str) -> None:
+    assert parse(text_input=text).prompt == text
+
+
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no input": ({}, "exactly one of text_input and input_ids: got neither"),
+    "both inputs": ({"text_input": "x", "input_ids": [1]}, "got both"),
+    "stream with the prompt": (
+        {"text_input": "x", "stream": True, "exclude_input_in_output": False},
+        "exclude_input_in_output is false",
+    ),
+    "two prompts": (
+        {"text_input": np.array([b"a", b"b"], dtype=np.object_)},
+        r"text_input has shape \[2\]: must be \[1\]",
+    ),
+    "batch dimension": (
+        {"text_input": np.array([[b"a"]], dtype=np.object_)},
+        r"text_input has shape \[1, 1\]: must be \[1\]",
+    ),
+    "batch of ids": ({"input_ids": np.zeros((1, 2), dtype=np.int32)}, r"input_ids has shape \[1, 2\]"),
+    "invalid UTF-8": ({"text_input": b"ab\xff"}, r"text_input is not valid UTF-8: byte b'\\xff' at 2"),
+    "invalid UTF-8 in JSON": (
+        {"text_input": "x", "sampling_parameters": b'{"\xff'},
+        "sampling_parameters is not valid",
+    ),
+    "malformed JSON": ({"text_input": "x", "sampling_parameters": "{max"}, "sampling_parameters is '{max': not valid"),
+    "JSON list": ({"text_input": "x", "sampling_parameters": "[1]"}, "must be a JSON object"),
+    "deep JSON": ({"text_input": "x", "sampling_parameters": "[" * 100_000}, "nested too deeply"),
+    "long number": ({"text_input": "x", "sampling_parameters": '{"top_k":' + "1" * 5_000 + "}"}, "not valid JSON"),
+    "long JSON": (
+        {"text_input": "x", "sampling_parameters": " " * (MAX_SAMPLING_PARAMETERS_BYTES + 1)},
+        f"must be at most {MAX_SAMPLING_PARAMETERS_BYTES}",
+    ),
+    "unknown field": (
+        {"text_input": "x", "sampling_parameters": '{"max_token": 1}'},
+        r"unknown field 'max_token' \(did you mean 'max_tokens'\?\)",
+    ),
+    "unknown parameter": (
+        {"text_input": "x", "parameters": {"temprature": 1}},
+        r"unknown parameter 'temprature' \(did you mean 'temperature'\?\)",
+    ),
+    "negative timeout": ({"text_input": "x", "parameters": {"timeout": -1}}, "timeout is -1: must be a whole number"),
+    "boolean priority": ({"text_input": "x", "parameters": {"priority": True}}, "priority is True"),
+    "text priority": ({"text_input": "x", "parameters": {"priority": "high"}}, "priority is 'high'"),
+    "NaN": ({"text_input": "x", "sampling_parameters": '{"temperature": NaN}'}, "temperature is nan: must be a finite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_names_field_value_and_limit(name: str) -> None:
+    request, message = BAD_REQUESTS[name]
+    with pytest.raises(InvalidRequestError, match=message):
+        parse(**request)
+
+
+def test_request_ids_are_unique_and_cannot_forge_a_log_line() -> None:
+    first, second = (new_request_id("a\nERROR é" + "x" * 1_000) for _ in range(2))
+    assert first != second
+    assert first.startswith("a\\nERROR \\xe9xxx")
+    assert first.isascii() and first.isprintable() and len(first) < 100
+
+
+def test_finish_reason_is_the_word_none_until_the_last_response() -> None:
+    for reason, expected in ((None, ["None"]), ("stop", ["stop"])):
+        tensors = build_output_tensors(TextDelta(0, "é", [5], finish_reason=reason), frozenset())
+        values = {tensor.name(): tensor.as_numpy().tolist() for tensor in tensors}
+        assert values == {"text_output": ["é".encode()], "token_ids": [5], "finish_reason": expected}

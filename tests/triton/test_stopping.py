@@ -1,0 +1,155 @@
+"""SIGTERM, unload and load, and the death of the engine: everybody is answered, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer_backend.triton.server import TritonServer
+from tests.support.triton_client import GrpcRequest, http_generate, http_post, http_stream, stream_error, stream_text
+from tests.support.triton_server import engine_process_ids, read_metrics, running_server, wait_until
+
+ARGUMENTS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": 2048}
+ENDLESS = {"max_tokens": 1_900, "ignore_eos": True}
+EXIT_LIMIT_S = 15.0
+ANSWER_LIMIT_S = 2.0
+SERVE_AGAIN_LIMIT_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server whose model may be unloaded and loaded."""
+    folder = tmp_path_factory.mktemp("explicit")
+    with running_server(folder, {"deepinfer": ARGUMENTS}, explicit_model_control=True) as server:
+        yield server
+
+
+def start_streams(server: TritonServer, count: int) -> list[GrpcRequest]:
+    """`count` long streams that all run."""
+    requests = [
+        GrpcRequest(server, text_input=f"Number {n}:", sampling_parameters=ENDLESS, stream=True) for n in range(count)
+    ]
+    for request in requests:
+        request.wait_first()
+    return requests
+
+
+def test_sigkill_of_the_engine_answers_8_streams_and_serves_again(explicit: TritonServer) -> None:
+    requests = start_streams(explicit, 8)
+    [engine] = engine_process_ids(explicit)
+    os.kill(engine, signal.SIGKILL)
+    killed_s = time.monotonic()
+    for request in requests:
+        assert stream_error(request.result()).startswith("INTERNAL: ")
+        assert request.end_s is not None and request.end_s - killed_s < ANSWER_LIMIT_S
+    status, answer = http_generate(explicit, text_input="x", max_tokens=1)
+    assert (status, answer["error"][:13]) == (400, "UNAVAILABLE: ")
+    wait_until(
+        lambda: http_generate(explicit, text_input="x", max_tokens=1)[0] == 200,
+        SERVE_AGAIN_LIMIT_S - (time.monotonic() - killed_s),
+        "serving again",
+    )
+    assert engine_process_ids(explicit) != [engine]
+
+
+def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None:
+    """Each request of the traffic either gets its whole answer or an error; none hangs, and none goes missing."""
+    stop = threading.Event()
+    outcomes: list[list[Any]] = []
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            request = GrpcRequest(explicit, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
+            outcomes.append(request.result(timeout_s=60))
+
+    clients = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
+    for client in clients:
+        client.start()
+    for _ in range(10):
+        assert http_post(explicit, "/v2/repository/models/deepinfer/unload", b"{}")[0] == 200
+        wait_until(lambda: not engine_process_ids(explicit), 30, "the engine is gone")
+        assert http_post(explicit, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=90)[0] == 200
+        assert http_generate(explicit, text_input="x", max_tokens=1)[0] == 200
+    stop.set()
+    for client in clients:
+        client.join(60)
+        assert not client.is_alive()
+    answered = [responses for responses in outcomes if responses[-1].error is None]
+    for responses in answered:
+        stream_text(responses)
+    assert len(answered) >= 10
+    for responses in outcomes:
+        if responses[-1].error is not None:
+            stream_error(responses)
+    assert len(engine_process_ids(explicit)) == 1
+
+
+def test_an_engine_that_dies_too_often_unloads_its_model(tmp_path: Path) -> None:
+    models = {"deepinfer": {**ARGUMENTS, "max_engine_restarts": 0}}
+    with running_server(tmp_path, models, explicit_model_control=True) as server:
+        os.kill(engine_process_ids(server)[0], signal.SIGKILL)
+        wait_until(lambda: not server.is_model_ready("deepinfer"), 10, "the model is not ready")
+
+
+@pytest.mark.parametrize("told_by", ["launcher", "bare signal"])
+def test_sigterm_with_32_streams(tmp_path: Path, told_by: str) -> None:
+    """A bare signal is what a server gets that was not started by our launcher."""
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
+        requests = start_streams(server, 32)
+        process_ids = server.process_ids()
+        assert len(process_ids) >= 3 and server.shared_memory_regions()
+        started_s = time.monotonic()
+        if told_by == "launcher":
+            server.stop()
+        else:
+            os.kill(server.pid, signal.SIGTERM)
+            assert server.wait(EXIT_LIMIT_S) is not None
+        assert time.monotonic() - started_s < EXIT_LIMIT_S
+        assert server.poll() == 0
+        for request in requests:
+            responses = request.result(timeout_s=5)
+            assert request.rpc_error is None
+            if responses[-1].error is None:
+                stream_text(responses)
+            else:
+                assert stream_error(responses).startswith("UNAVAILABLE: ")
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in process_ids), 2, "no process is left")
+        assert server.shared_memory_regions() == []
+
+
+def test_sigterm_with_http_streams(tmp_path: Path) -> None:
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
+        events: list[list[dict[str, Any]]] = []
+
+        def ask() -> None:
+            events.append(http_stream(server, text_input="Number:", stream=True, **ENDLESS))
+
+        clients = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for client in clients:
+            client.start()
+        wait_until(lambda: read_metrics(server)["deepinfer_requests_running"] == 4, 30, "four run")
+        started_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - started_s < EXIT_LIMIT_S
+        for client in clients:
+            client.join(5)
+        assert len(events) == 4
+        for stream in events:
+            assert stream[-1].get("error", "").startswith("UNAVAILABLE: ") or stream[-1]["finish_reason"] == "length"
+
+
+def test_a_killed_server_leaves_nothing_once_stopped(tmp_path: Path) -> None:
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
+        start_streams(server, 2)
+        process_ids = server.process_ids()
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in process_ids)
+        assert server.shared_memory_regions() == []
