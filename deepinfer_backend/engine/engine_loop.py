@@ -61,8 +61,14 @@ class EngineLoop:
             self._take_in(wait=not is_busy)
             if self._is_shut_down:
                 return
-            handles = engine.step() if engine.has_unfinished_requests() else engine.flush_inflight_reqs()
-            if len(handles):
+            if engine.has_unfinished_requests():
+                handles = engine.step()
+                is_drained = False
+            else:
+                handles = engine.flush_inflight_reqs()
+                is_drained = True
+            # Told also without outputs when drained: the frontend's gauges must not stay where work left them.
+            if len(handles) or is_drained:
                 stats = engine.stats()
                 self._send(StepOutputs(engine.request_output_pool.pack(handles), stats))
                 self._stats_line.update(stats, engine.timers)

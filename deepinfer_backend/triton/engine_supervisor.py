@@ -67,7 +67,8 @@ class EngineSupervisor:
     def stop(self) -> None:
         """Ends engine and thread, in bounded time."""
         self._stopping.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
         with self._lock:
             self._state = EngineState.CLOSED
             client = self._client

@@ -60,11 +60,15 @@ class Frontend:
             on_death=self._on_engine_death,
             on_failed=give_up,
         )
-        self._tokenizer = load_tokenizer(self._supervisor.info)
-        self._input_processor = InputProcessor(self._tokenizer, self._supervisor.info)
+        try:
+            tokenizer = load_tokenizer(self._supervisor.info)
+        except BaseException:
+            self._supervisor.stop()
+            raise
+        self._input_processor = InputProcessor(tokenizer, self._supervisor.info)
         self._metrics = ModelMetrics(model_name, model_version)
         self._responder = Responder(
-            OutputProcessor(self._tokenizer), self._supervisor.abort_requests, self._metrics.record_times
+            OutputProcessor(tokenizer), self._supervisor.abort_requests, self._metrics.record_times
         )
         self._watcher = Watcher(
             self._responder, self._metrics, ShutdownSignal.from_environment(), drain_timeout_s(), self._on_draining
@@ -141,9 +145,9 @@ class Frontend:
             self._supervisor.abort_requests([request.request_id])
 
     def _on_outputs(self, outputs: EngineOutputs) -> None:
-        self._responder.respond(outputs)
         if outputs.stats is not None:
             self._metrics.record_stats(outputs.stats)
+        self._responder.respond(outputs)
 
     def _on_engine_death(self, error: DeepInferError) -> None:
         self._responder.fail_all(error)

@@ -67,25 +67,32 @@ class ModelMetrics:
 
     def publish(self) -> None:
         """Tells Triton what changed since the last call."""
+        # Times first: whoever sees a request in them sees its tokens in the counters.
+        while self._times:
+            self._publish_times(self._times.popleft())
         stats, before = self._stats, self._published
         if stats is not before:
             self._published = stats
-            self._set("deepinfer_requests_running", stats.num_running)
-            self._set("deepinfer_requests_waiting", stats.num_waiting)
-            self._set("deepinfer_kv_cache_usage_ratio", stats.num_used_blocks / max(1, stats.num_blocks))
-            if stats.num_steps < before.num_steps:
-                before = EngineStats()  # a new engine counts from zero
-            self._increment("deepinfer_prompt_tokens_total", stats.num_prompt_tokens - before.num_prompt_tokens)
-            self._increment("deepinfer_cached_prompt_tokens_total", stats.num_cached_tokens - before.num_cached_tokens)
-            self._increment(
-                "deepinfer_generation_tokens_total", stats.num_generation_tokens - before.num_generation_tokens
-            )
-            self._increment("deepinfer_preemptions_total", stats.num_preemptions - before.num_preemptions)
-        while self._times:
-            times = self._times.popleft()
-            if times.time_to_first_token_s is not None:
-                self._metrics["deepinfer_time_to_first_token_seconds"].observe(times.time_to_first_token_s)
-            self._metrics["deepinfer_e2e_request_latency_seconds"].observe(times.e2e_latency_s)
+            # A new engine counts from zero.
+            self._publish_stats(stats, before if before.num_steps <= stats.num_steps else EngineStats())
+
+    def _publish_times(self, times: RequestTimes) -> None:
+        if times.time_to_first_token_s is not None:
+            self._metrics["deepinfer_time_to_first_token_seconds"].observe(times.time_to_first_token_s)
+        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(times.e2e_latency_s)
+
+    def _publish_stats(self, stats: EngineStats, before: EngineStats) -> None:
+        self._metrics["deepinfer_requests_running"].set(stats.num_running)
+        self._metrics["deepinfer_requests_waiting"].set(stats.num_waiting)
+        self._metrics["deepinfer_kv_cache_usage_ratio"].set(stats.num_used_blocks / max(1, stats.num_blocks))
+        for name, increase in (
+            ("deepinfer_prompt_tokens_total", stats.num_prompt_tokens - before.num_prompt_tokens),
+            ("deepinfer_cached_prompt_tokens_total", stats.num_cached_tokens - before.num_cached_tokens),
+            ("deepinfer_generation_tokens_total", stats.num_generation_tokens - before.num_generation_tokens),
+            ("deepinfer_preemptions_total", stats.num_preemptions - before.num_preemptions),
+        ):
+            if increase > 0:
+                self._metrics[name].increment(increase)
 
     def close(self) -> None:
         """Triton wants each metric gone before its family."""
@@ -96,10 +103,3 @@ class ModelMetrics:
         family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
         self._families.append(family)
         self._metrics[name] = family.Metric(labels=self._labels, **options)
-
-    def _set(self, name: str, value: float) -> None:
-        self._metrics[name].set(value)
-
-    def _increment(self, name: str, value: float) -> None:
-        if value > 0:
-            self._metrics[name].increment(value)

@@ -74,7 +74,7 @@ class Responder:
         self._abort_requests = abort_requests
         self._observe = observe
         self._events: SimpleQueue[_Event] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _open
+        self._lock = threading.Lock()  # guards _open against a change while it is copied
         self._open: dict[str, ResponseStream] = {}
         self._admitted: set[str] = set()  # ids that the output processor knows; the thread's own
         self._thread = threading.Thread(target=self._run, name="deepinfer-responder", daemon=True)

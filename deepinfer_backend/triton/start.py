@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from deepinfer_backend.triton.shutdown_signal import end_with_server
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"
+
 
 def start_frontend(
     arguments: Mapping[str, Any], *, model_name: str, model_version: str, instance_kind: str, device_id: str
@@ -29,6 +33,8 @@ def start_frontend(
         DeepInferError: the arguments are wrong, or the engine cannot start.
     """
     end_with_server()
+    # The tokenizer's library takes as long to import as an engine to start: side by side.
+    threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
     config = _place_on_device(EngineConfig(**arguments), instance_kind, device_id)
 
     def load(info: EngineInfo) -> Any:

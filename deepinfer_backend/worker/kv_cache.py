@@ -6,6 +6,9 @@ dummy block: padding points to it, no sequence owns it.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from deepinfer_backend.config import EngineConfig
@@ -31,7 +34,11 @@ class KVCache:
         self.block_size = block_size
 
         def blocks(num_kv_heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(num_blocks + 1, block_size, num_kv_heads, dim, dtype=dtype, device=device)
+            shape = (num_blocks + 1, block_size, num_kv_heads, dim)
+            if device.type == "cuda":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            # numpy leaves the zeroing to the kernel, page by page: memory that no sequence reaches is never taken.
+            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
         self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
         self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]

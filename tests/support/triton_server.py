@@ -18,10 +18,18 @@ POLL_INTERVAL_S = 0.02
 
 
 @contextmanager
-def running_server(folder: Path, models: Mapping[str, Mapping[str, Any]], **options: Any) -> Iterator[TritonServer]:
-    """A ready server with these models (name → engine arguments); `folder` gets its repository and its log."""
+def running_server(
+    folder: Path, models: Mapping[str, Mapping[str, Any]], *, config_pbtxt: str | None = None, **options: Any
+) -> Iterator[TritonServer]:
+    """A ready server with these models (name → engine arguments); `folder` gets its repository and its log.
+
+    config_pbtxt: instead of what the launcher writes, for each model.
+    """
     repository = folder / "models"
     write_model_repository(repository, models)
+    if config_pbtxt is not None:
+        for name in models:
+            (repository / name / "config.pbtxt").write_text(config_pbtxt, encoding="utf-8")
     http_port, grpc_port, metrics_port = free_ports(3)
     server = TritonServer(
         repository,
@@ -69,6 +77,18 @@ def read_metrics(server: TritonServer, model: str = "deepinfer") -> dict[str, fl
 def engine_process_ids(server: TritonServer) -> list[int]:
     """The engines that run behind `server`."""
     return [pid for pid in server.process_ids() if b"deepinfer_backend.engine" in _command_line(pid)]
+
+
+def running_processes(process_ids: list[int]) -> list[int]:
+    """Those that have not ended; one that only waits for its parent to ask how has."""
+    return [pid for pid in process_ids if _state(pid) not in (None, "Z", "X")]
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 def _command_line(pid: int) -> bytes:

@@ -28,13 +28,15 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         "num_gpu_blocks_override": NUM_CACHE_TOKENS // 16,
         "max_model_len": 2048,
     }
-    with running_server(tmp_path_factory.mktemp("narrow"), {"deepinfer": arguments}) as server:
+    # The shortest config.pbtxt that may be: the rest is filled in.
+    folder = tmp_path_factory.mktemp("narrow")
+    with running_server(folder, {"deepinfer": arguments}, config_pbtxt='backend: "python"\n') as server:
         yield server
 
 
 @pytest.fixture
 def running(narrow: TritonServer) -> Iterator[list[GrpcRequest]]:
-    """Two streams that fill the engine; whatever the test starts beside them is gone afterwards."""
+    """Two streams that fill the engine: whatever comes beside them waits."""
     requests = [
         GrpcRequest(narrow, text_input=f"Number {n}:", sampling_parameters={**LONG, "max_tokens": 400}, stream=True)
         for n in range(2)
@@ -44,12 +46,6 @@ def running(narrow: TritonServer) -> Iterator[list[GrpcRequest]]:
     yield requests
     for request in requests:
         request.cancel()
-    wait_until(lambda: _num_requests(narrow) == 0, 10, "no request is left")
-
-
-def _num_requests(server: TritonServer) -> float:
-    metrics = read_metrics(server)
-    return metrics["deepinfer_requests_running"] + metrics["deepinfer_requests_waiting"]
 
 
 def test_a_cancelled_stream_makes_room_at_once(narrow: TritonServer, running: list[GrpcRequest]) -> None:

@@ -13,12 +13,22 @@ from typing import Any
 import pytest
 
 from deepinfer_backend.triton.server import TritonServer
-from tests.support.triton_client import GrpcRequest, http_generate, http_post, http_stream, stream_error, stream_text
-from tests.support.triton_server import engine_process_ids, read_metrics, running_server, wait_until
+from deepinfer_backend.triton.shutdown_signal import DEFAULT_DRAIN_TIMEOUT_S
+from tests.support.triton_client import (
+    GrpcRequest,
+    Response,
+    http_generate,
+    http_post,
+    http_stream,
+    stream_error,
+    stream_text,
+)
+from tests.support.triton_server import engine_process_ids, read_metrics, running_processes, running_server, wait_until
 
 ARGUMENTS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": 2048}
 ENDLESS = {"max_tokens": 1_900, "ignore_eos": True}
 EXIT_LIMIT_S = 15.0
+DRAIN_TIMEOUT_S = {"launcher": DEFAULT_DRAIN_TIMEOUT_S, "bare signal": 1.0}
 ANSWER_LIMIT_S = 2.0
 SERVE_AGAIN_LIMIT_S = 15.0
 
@@ -61,11 +71,11 @@ def test_sigkill_of_the_engine_answers_8_streams_and_serves_again(explicit: Trit
 
 def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None:
     """Each request of the traffic either gets its whole answer or an error; none hangs, and none goes missing."""
-    stop = threading.Event()
-    outcomes: list[list[Any]] = []
+    stop, loaded = threading.Event(), threading.Event()
+    outcomes: list[list[Response]] = []
 
     def keep_asking() -> None:
-        while not stop.is_set():
+        while loaded.wait(60) and not stop.is_set():
             request = GrpcRequest(explicit, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
             outcomes.append(request.result(timeout_s=60))
 
@@ -73,20 +83,23 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
     for client in clients:
         client.start()
     for _ in range(10):
+        loaded.set()
+        wanted = len(outcomes) + len(clients)
+        wait_until(lambda wanted=wanted: len(outcomes) >= wanted, 30, "traffic")  # type: ignore[misc]
         assert http_post(explicit, "/v2/repository/models/deepinfer/unload", b"{}")[0] == 200
+        loaded.clear()
         wait_until(lambda: not engine_process_ids(explicit), 30, "the engine is gone")
         assert http_post(explicit, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=90)[0] == 200
         assert http_generate(explicit, text_input="x", max_tokens=1)[0] == 200
     stop.set()
+    loaded.set()
     for client in clients:
         client.join(60)
         assert not client.is_alive()
-    answered = [responses for responses in outcomes if responses[-1].error is None]
-    for responses in answered:
-        stream_text(responses)
-    assert len(answered) >= 10
     for responses in outcomes:
-        if responses[-1].error is not None:
+        if responses[-1].error is None:
+            stream_text(responses)
+        else:
             stream_error(responses)
     assert len(engine_process_ids(explicit)) == 1
 
@@ -98,19 +111,24 @@ def test_an_engine_that_dies_too_often_unloads_its_model(tmp_path: Path) -> None
         wait_until(lambda: not server.is_model_ready("deepinfer"), 10, "the model is not ready")
 
 
+def tell_to_stop(server: TritonServer, told_by: str) -> None:
+    """Returns when the server has ended."""
+    if told_by == "launcher":
+        server.stop()
+    else:
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(EXIT_LIMIT_S) is not None
+
+
 @pytest.mark.parametrize("told_by", ["launcher", "bare signal"])
 def test_sigterm_with_32_streams(tmp_path: Path, told_by: str) -> None:
     """A bare signal is what a server gets that was not started by our launcher."""
-    with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}, drain_timeout_s=DRAIN_TIMEOUT_S[told_by]) as server:
         requests = start_streams(server, 32)
         process_ids = server.process_ids()
         assert len(process_ids) >= 3 and server.shared_memory_regions()
         started_s = time.monotonic()
-        if told_by == "launcher":
-            server.stop()
-        else:
-            os.kill(server.pid, signal.SIGTERM)
-            assert server.wait(EXIT_LIMIT_S) is not None
+        tell_to_stop(server, told_by)
         assert time.monotonic() - started_s < EXIT_LIMIT_S
         assert server.poll() == 0
         for request in requests:
@@ -120,12 +138,13 @@ def test_sigterm_with_32_streams(tmp_path: Path, told_by: str) -> None:
                 stream_text(responses)
             else:
                 assert stream_error(responses).startswith("UNAVAILABLE: ")
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in process_ids), 2, "no process is left")
+        wait_until(lambda: not running_processes(process_ids), 2, "no process is left")
         assert server.shared_memory_regions() == []
 
 
-def test_sigterm_with_http_streams(tmp_path: Path) -> None:
-    with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
+@pytest.mark.parametrize("told_by", ["launcher", "bare signal"])
+def test_sigterm_with_http_streams(tmp_path: Path, told_by: str) -> None:
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}, drain_timeout_s=1.0) as server:
         events: list[list[dict[str, Any]]] = []
 
         def ask() -> None:
@@ -136,8 +155,9 @@ def test_sigterm_with_http_streams(tmp_path: Path) -> None:
             client.start()
         wait_until(lambda: read_metrics(server)["deepinfer_requests_running"] == 4, 30, "four run")
         started_s = time.monotonic()
-        server.stop()
+        tell_to_stop(server, told_by)
         assert time.monotonic() - started_s < EXIT_LIMIT_S
+        assert server.poll() == 0
         for client in clients:
             client.join(5)
         assert len(events) == 4
@@ -151,5 +171,5 @@ def test_a_killed_server_leaves_nothing_once_stopped(tmp_path: Path) -> None:
         process_ids = server.process_ids()
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
-        assert not any(Path(f"/proc/{pid}").exists() for pid in process_ids)
+        assert not running_processes(process_ids)
         assert server.shared_memory_regions() == []

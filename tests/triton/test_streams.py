@@ -18,8 +18,8 @@ PROMPTS = {
     "leading spaces": "     five spaces,\n\n\t\ttwo tabs:   ",
 }
 SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0, "max_tokens": 48},
-    "any token": {"temperature": 100, "seed": 7, "max_tokens": 48, "ignore_eos": True},
+    "greedy": {"temperature": 0, "max_tokens": 24},
+    "any token": {"temperature": 100, "seed": 7, "max_tokens": 24, "ignore_eos": True},
 }
 
 
@@ -37,7 +37,8 @@ def test_joined_stream_is_the_text_without_stream(
     assert stream_text(whole) == text
     token_ids = [token_id for response in responses for token_id in response.token_ids]
     assert whole[0].token_ids == token_ids
-    assert text == new_text(tokenizer, PROMPTS[prompt], token_ids)
+    # Half a character at the end, where max_tokens cut it, is left out.
+    assert text.rstrip("\ufffd") == new_text(tokenizer, PROMPTS[prompt], token_ids).rstrip("\ufffd")
 
 
 def new_text(tokenizer: Any, prompt: str, token_ids: list[int]) -> str:
@@ -51,8 +52,11 @@ def new_text(tokenizer: Any, prompt: str, token_ids: list[int]) -> str:
 
 def test_random_tokens_really_split_characters(server: TritonServer, tokenizer: Any) -> None:
     """Else the test above would show nothing of halves."""
-    whole = GrpcRequest(server, text_input=PROMPTS["cjk"], sampling_parameters=SAMPLING["any token"]).result()
-    assert any("\ufffd" in tokenizer.decode([token_id]) for token_id in whole[0].token_ids)
+    for prompt in PROMPTS.values():
+        [whole] = GrpcRequest(server, text_input=prompt, sampling_parameters=SAMPLING["any token"]).result()
+        if any("\ufffd" in tokenizer.decode([token_id]) for token_id in whole.token_ids):
+            return
+    raise AssertionError("no half of a character")
 
 
 def test_stream_over_http_has_one_event_per_response_and_the_reason_on_the_last(server: TritonServer) -> None:

@@ -1,0 +1,132 @@
+"""Random lives of random requests: whatever happens, every read is right, nobody starves, nothing leaks."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.core.fake_device import STOP, VOCAB_SIZE, SchedulerDriver
+
+# Prompts are prefixes of these and tails of their own, so that many share blocks.
+SHARED_TEXTS = [[2, 3, 4, 5, 6, 7, 2, 4, 6, 3, 5, 7], [2, 3, 4, 5, 7, 7, 7, 7, 7, 7, 7, 7]]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Rules are what a server does to a scheduler; `SchedulerDriver` checks every step against its plain model."""
+
+    driver: SchedulerDriver
+
+    @initialize(
+        zero_overhead_scheduling=st.booleans(),
+        num_blocks=st.integers(3, 14),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.integers(2, 12),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        max_consecutive_prefills=st.integers(1, 3),
+        prefill_attempt_interval=st.integers(1, 3),
+    )
+    def start(self, zero_overhead_scheduling: bool, **limits: int) -> None:
+        self.driver = SchedulerDriver(
+            zero_overhead_scheduling=zero_overhead_scheduling, max_model_len=24, hash_seed=5, **limits
+        )
+        self.num_requests = 0
+
+    @rule(
+        text=st.sampled_from(SHARED_TEXTS),
+        num_shared=st.sampled_from([12, 11, 9, 8, 6, 4, 3, 2, 0]),
+        tail=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+        max_tokens=st.integers(1, 14),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.sampled_from([True, True, False]),
+        stop_token_ids=st.sampled_from([(), (STOP,)]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+    )
+    def add(
+        self,
+        text: list[int],
+        num_shared: int,
+        tail: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        **params: object,
+    ) -> None:
+        prompt = (text[:num_shared] + tail)[: self.driver.max_seq_len - 1]
+        assume(prompt)
+        self.num_requests += 1
+        request_id = f"request {self.num_requests}"
+        min_tokens = min(min_tokens, max_tokens)
+        self.driver.add(request_id, prompt, max_tokens, min_tokens=min_tokens, seed=self.num_requests, **params)
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.driver.step()
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(choices=st.lists(st.sampled_from([2, 1, 0]), min_size=1, max_size=8))
+    def ragged_step(self, choices: list[int]) -> None:
+        self.driver.step(num_tokens_of=lambda seq_id: choices[seq_id % len(choices)])
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(is_flushed=st.booleans())
+    def failing_step(self, is_flushed: bool) -> None:
+        self.driver.step(fails=True)
+        if is_flushed:
+            self.driver.flush()
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.flush()
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice: int) -> None:
+        live = self.driver.live_seq_ids()
+        self.driver.abort(self.driver.lines[live[choice % len(live)]].request_id)
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(choice=st.integers(0, 100), num_forks=st.integers(1, 3))
+    def fork(self, choice: int, num_forks: int) -> None:
+        self.driver.flush()
+        live = self.driver.live_seq_ids()
+        for i in range(len(live)):
+            seq_id = live[(choice + i) % len(live)]
+            try:
+                for seed in range(num_forks):
+                    self.driver.fork(seq_id, 1000 + choice + seed)
+            except ValueError:
+                assert self.driver.scheduler.num_waiting > 0  # it has not finished its prefill
+            else:
+                break
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        scheduler = self.driver.scheduler
+        scheduler.check_invariants()
+        assert scheduler.num_free_blocks + scheduler.num_used_blocks == scheduler.num_blocks
+        live = self.driver.live_seq_ids()
+        assert scheduler.num_waiting + scheduler.num_prompted + scheduler.num_running == len(live)
+        assert scheduler.num_unfinished_requests == len({self.driver.lines[seq_id].request_id for seq_id in live})
+        assert scheduler.has_unfinished_seqs() == bool(live)
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            lines = [self.driver.lines[seq_id] for seq_id in self.driver.live_seq_ids()]
+            # Alone, each needs a step per chunk and token; each may be preempted once per step of all others.
+            num_tokens = sum(len(line.prompt) + line.max_tokens for line in lines)
+            self.driver.drain(max_steps=10 + 4 * num_tokens)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=300,
+    stateful_step_count=70,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)

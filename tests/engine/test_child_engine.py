@@ -1,0 +1,135 @@
+"""The engine in a process of its own: same tokens, and no end of it goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepinfer_backend import LLM, RequestOutput, SamplingParams
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.engine_client import ChildEngineClient
+from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError
+from tests.support.models import make_random_model
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_random_model("llama", tmp_path_factory.mktemp("models"))
+    return EngineConfig(model=str(path), dtype="float32", device="cpu", num_gpu_blocks_override=64)
+
+
+@pytest.fixture
+def client(config: EngineConfig) -> Iterator[ChildEngineClient]:
+    client = ChildEngineClient(config)
+    yield client
+    client.close()
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int) -> EngineRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id, np.array(prompt, dtype=np.int32), params)
+
+
+def collect(client: ChildEngineClient, num_requests: int) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    num_finished = 0
+    while num_finished < num_requests:
+        round_outputs = client.get_outputs(TIMEOUT_S)
+        assert round_outputs is not None and not round_outputs.failures
+        for output in round_outputs.outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+            num_finished += output.finished
+    return outputs
+
+
+def test_tokens_are_those_of_the_engine_in_this_process(client: ChildEngineClient, config: EngineConfig) -> None:
+    prompts = [[5 + index, 17, 40] * (index + 1) for index in range(6)]
+    for index, prompt in enumerate(prompts):
+        client.add_request(request(str(index), prompt, 10 + index))
+    outputs = collect(client, len(prompts))
+    with LLM(decode_sequence=False, **config.model_dump(exclude_unset=True)) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=10 + index, ignore_eos=True) for index in range(6)]
+        expected = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    for index, result in enumerate(expected):
+        assert [o.token_id for o in outputs[str(index)]] == [o.token_id for o in result]  # type: ignore[union-attr]
+
+
+def test_refused_request_is_told_and_disturbs_nobody(client: ChildEngineClient) -> None:
+    client.add_request(request("good", [5, 6, 7], 5))
+    client.add_request(request("bad", [5] * 1024, 5))  # 64 blocks of 16 hold that many, and no output
+    failures, finished = [], False
+    while not (failures and finished):
+        round_outputs = client.get_outputs(TIMEOUT_S)
+        assert round_outputs is not None
+        failures += round_outputs.failures
+        finished |= any(output.finished for output in round_outputs.outputs)
+    (failure,) = failures
+    assert failure.request_id == "bad"
+    assert isinstance(failure.error, InvalidRequestError)
+    assert "1024 tokens" in str(failure.error)
+
+
+def test_aborted_request_frees_its_blocks(client: ChildEngineClient) -> None:
+    client.add_request(request("a", [5, 6, 7], 900))
+    assert client.get_outputs(TIMEOUT_S) is not None
+    client.abort_requests(["a", "unknown"])
+    while (round_outputs := client.get_outputs(TIMEOUT_S)) is not None:
+        assert round_outputs.stats is not None
+        if round_outputs.stats.num_used_blocks == 0:
+            break
+    assert client.get_outputs(0.05) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_death_is_told_at_once_and_again(client: ChildEngineClient, number: signal.Signals) -> None:
+    client.add_request(request("a", [5, 6, 7], 900))
+    os.kill(client.pid, number)
+    with pytest.raises(EngineDeadError):
+        while True:
+            client.get_outputs(TIMEOUT_S)
+    with pytest.raises(EngineDeadError):
+        client.get_outputs(TIMEOUT_S)
+    with pytest.raises(EngineDeadError):
+        client.add_request(request("b", [5], 1))
+
+
+def test_engine_that_cannot_start_says_why(config: EngineConfig) -> None:
+    with pytest.raises(EngineError, match="max_model_len is 4096.*2048"):
+        ChildEngineClient(config.model_copy(update={"max_model_len": 4096}))
+
+
+def test_close_twice_leaves_no_process_and_no_folder(config: EngineConfig) -> None:
+    client = ChildEngineClient(config)
+    pid, folder = client.pid, Path(client._folder)
+    client.close()
+    client.close()
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_engine_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
+    program = (
+        "import sys, time; from deepinfer_backend.config import EngineConfig\n"
+        "from deepinfer_backend.engine.engine_client import ChildEngineClient\n"
+        "client = ChildEngineClient(EngineConfig(**eval(sys.argv[1]))); print(client.pid, flush=True); time.sleep(600)"
+    )
+    arguments = [sys.executable, "-c", program, repr(config.model_dump(exclude_unset=True))]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        engine = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ended, _, _ = select.select([engine], [], [], TIMEOUT_S)
+        os.close(engine)
+        assert ended
