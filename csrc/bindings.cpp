@@ -1,5 +1,4 @@
-// The module deepinfer_backend._core: names, GIL, docstrings. Contracts are in _core.pyi and in the engine's
-// headers.
+// The module deepinfer_backend._core: names, GIL, docstrings. Contracts are in _core.pyi and in the engine's headers.
 #include <pybind11/native_enum.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -39,9 +38,7 @@ struct BoundStepArrays {
 // An array's memory after checking all that `write` relies on. shape: the wanted extents, -1 for any.
 template <typename T>
 T* checked_data(const char* name, const py::array& array, const std::vector<py::ssize_t>& shape) {
-  const auto refuse = [&](const std::string& what) {
-    throw py::value_error(std::string(name) + ": " + what);
-  };
+  const auto refuse = [&](const std::string& what) { throw py::value_error(std::string(name) + ": " + what); };
   if (!py::isinstance<py::array_t<T>>(array)) {
     refuse("dtype must be " + std::string(py::str(py::dtype::of<T>())) + ", got " +
            std::string(py::str(array.dtype())));
@@ -50,19 +47,17 @@ T* checked_data(const char* name, const py::array& array, const std::vector<py::
   for (size_t i = 0; fits && i < shape.size(); ++i) {
     fits = shape[i] < 0 || array.shape(static_cast<py::ssize_t>(i)) == shape[i];
   }
-  if (!fits)
-    refuse("shape " + std::string(py::str(array.attr("shape"))) + " does not match the other arrays");
+  if (!fits) refuse("shape " + std::string(py::str(array.attr("shape"))) + " does not match the other arrays");
   if ((array.flags() & py::array::c_style) == 0) refuse("must be C-contiguous");
   if (!array.writeable()) refuse("must be writable");
   return static_cast<T*>(const_cast<void*>(array.data()));
 }
 
-BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& inflight_rows,
-                                 const py::array& positions, const py::array& slot_mapping,
-                                 const py::array& query_start_loc, const py::array& seq_lens,
-                                 const py::array& block_tables, const py::array& logits_indices,
-                                 const py::array& temperature, const py::array& top_k, const py::array& top_p,
-                                 const py::array& uniforms, const py::array& banned_rows,
+BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& inflight_rows, const py::array& positions,
+                                 const py::array& slot_mapping, const py::array& query_start_loc,
+                                 const py::array& seq_lens, const py::array& block_tables,
+                                 const py::array& logits_indices, const py::array& temperature, const py::array& top_k,
+                                 const py::array& top_p, const py::array& uniforms, const py::array& banned_rows,
                                  const py::array& banned_token_ids) {
   StepArrays arrays;
   arrays.token_ids = checked_data<int32_t>("token_ids", token_ids, {-1});
@@ -80,15 +75,14 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& in
   arrays.top_p = checked_data<float>("top_p", top_p, {seqs});
   arrays.uniforms = checked_data<double>("uniforms", uniforms, {seqs});
   arrays.banned_rows = checked_data<int64_t>("banned_rows", banned_rows, {-1});
-  arrays.banned_token_ids =
-      checked_data<int64_t>("banned_token_ids", banned_token_ids, {banned_rows.shape(0)});
+  arrays.banned_token_ids = checked_data<int64_t>("banned_token_ids", banned_token_ids, {banned_rows.shape(0)});
   arrays.max_num_tokens = static_cast<size_t>(tokens);
   arrays.max_num_seqs = static_cast<size_t>(seqs);
   arrays.max_blocks_per_seq = static_cast<size_t>(block_tables.shape(1));
   arrays.max_num_banned = static_cast<size_t>(banned_rows.shape(0));
   return {arrays,
-          {token_ids, inflight_rows, positions, slot_mapping, query_start_loc, seq_lens, block_tables,
-           logits_indices, temperature, top_k, top_p, uniforms, banned_rows, banned_token_ids}};
+          {token_ids, inflight_rows, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
+           temperature, top_k, top_p, uniforms, banned_rows, banned_token_ids}};
 }
 
 // ---- metadata: a handle and its pool, resolved at every read ----
@@ -104,8 +98,7 @@ struct BoundMetadataList {
   [[nodiscard]] BoundMetadata at(py::ssize_t index) const {
     const auto size = static_cast<py::ssize_t>(batch->metadata().size());
     if (index < 0) index += size;
-    if (index < 0 || index >= size)
-      throw py::index_error("the batch has " + std::to_string(size) + " sequences");
+    if (index < 0 || index >= size) throw py::index_error("the batch has " + std::to_string(size) + " sequences");
     return {batch->pool(), batch->metadata()[static_cast<size_t>(index)]};
   }
 };
@@ -144,14 +137,13 @@ void bind_options(py::module_& m) {
              return options;
            }),
            py::kw_only(), "max_tokens"_a, "min_tokens"_a = 0, "eos_token_ids"_a = std::vector<int32_t>(),
-           "stop_token_ids"_a = std::vector<int32_t>(), "ignore_eos"_a = false, "temperature"_a = 0.0f,
-           "top_k"_a = 0, "top_p"_a = 1.0f, "seed"_a = 0);
+           "stop_token_ids"_a = std::vector<int32_t>(), "ignore_eos"_a = false, "temperature"_a = 0.0f, "top_k"_a = 0,
+           "top_p"_a = 1.0f, "seed"_a = 0);
 
   py::class_<SchedulerConfig>(m, "SchedulerConfig", py::is_final(), "Limits of the scheduler.")
-      .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs,
-                       int64_t max_num_batched_tokens, int64_t max_model_len, bool enable_prefix_caching,
-                       int64_t max_consecutive_prefills, int64_t prefill_attempt_interval,
-                       uint64_t hash_seed) {
+      .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs, int64_t max_num_batched_tokens,
+                       int64_t max_model_len, bool enable_prefix_caching, int64_t max_consecutive_prefills,
+                       int64_t prefill_attempt_interval, uint64_t hash_seed) {
              SchedulerConfig config{num_blocks,
                                     block_size,
                                     max_num_seqs,
@@ -172,20 +164,17 @@ void bind_options(py::module_& m) {
 }
 
 void bind_batch(py::module_& m) {
-  py::class_<BoundStepArrays>(m, "StepArrays", py::is_final(),
-                              "The Worker's own host buffers, filled in place.")
+  py::class_<BoundStepArrays>(m, "StepArrays", py::is_final(), "The Worker's own host buffers, filled in place.")
       .def(py::init(&make_step_arrays), py::kw_only(), "token_ids"_a, "inflight_rows"_a, "positions"_a,
-           "slot_mapping"_a, "query_start_loc"_a, "seq_lens"_a, "block_tables"_a, "logits_indices"_a,
-           "temperature"_a, "top_k"_a, "top_p"_a, "uniforms"_a, "banned_rows"_a, "banned_token_ids"_a);
+           "slot_mapping"_a, "query_start_loc"_a, "seq_lens"_a, "block_tables"_a, "logits_indices"_a, "temperature"_a,
+           "top_k"_a, "top_p"_a, "uniforms"_a, "banned_rows"_a, "banned_token_ids"_a);
 
-  py::class_<BoundMetadata>(
-      m, "SequenceMetadata", py::is_final(),
-      "One sequence's part in one step; reading one whose step is over raises LookupError.")
+  py::class_<BoundMetadata>(m, "SequenceMetadata", py::is_final(),
+                            "One sequence's part in one step; reading one whose step is over raises LookupError.")
       .def_property_readonly("request_id", metadata_field(&SequenceMetadata::request_id))
       .def_property_readonly("seq_id", metadata_field(&SequenceMetadata::seq_id))
       .def_property_readonly("is_prefill", metadata_field(&SequenceMetadata::is_prefill))
-      .def_property_readonly("block_table",
-                             [](const BoundMetadata& self) { return to_array(self.get().block_table); })
+      .def_property_readonly("block_table", [](const BoundMetadata& self) { return to_array(self.get().block_table); })
       .def_property_readonly("seqlen_q", metadata_field(&SequenceMetadata::seqlen_q))
       .def_property_readonly("seqlen_k", metadata_field(&SequenceMetadata::seqlen_k))
       .def_property_readonly("samples", metadata_field(&SequenceMetadata::samples))
@@ -196,18 +185,15 @@ void bind_batch(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("num_in_use", &SequenceMetadataPool::num_in_use);
 
-  py::class_<BoundMetadataList>(m, "SequenceMetadataList", py::is_final(),
-                                "The batch's sequences, in batch order.")
+  py::class_<BoundMetadataList>(m, "SequenceMetadataList", py::is_final(), "The batch's sequences, in batch order.")
       .def("__len__", [](const BoundMetadataList& self) { return self.batch->metadata().size(); })
       .def("__getitem__", &BoundMetadataList::at, "index"_a)
-      .def("__iter__", [](const py::object& self) {
-        return py::module_::import("builtins")
-            .attr("map")(self.attr("__getitem__"),
-                         py::module_::import("builtins").attr("range")(py::len(self)));
-      });
+      // Python's own iterator over anything with __getitem__; it ends at the IndexError.
+      .def("__iter__",
+           [](const py::object& self) { return py::reinterpret_steal<py::iterator>(PySeqIter_New(self.ptr())); });
 
-  py::class_<ScheduledBatch, std::shared_ptr<ScheduledBatch>>(
-      m, "SchedulerOutputs", py::is_final(), "One scheduled batch: prefill or decode, maybe empty.")
+  py::class_<ScheduledBatch, std::shared_ptr<ScheduledBatch>>(m, "SchedulerOutputs", py::is_final(),
+                                                              "One scheduled batch: prefill or decode, maybe empty.")
       .def("is_empty", &ScheduledBatch::is_empty)
       .def_readonly("is_prefill", &ScheduledBatch::is_prefill)
       .def_property_readonly("num_seqs", &ScheduledBatch::num_seqs)
@@ -231,15 +217,13 @@ void bind_batch(py::module_& m) {
                                    num_copies == 0 ? nullptr : &self.block_copies.front().source);
                              })
       .def(
-          "write",
-          [](const ScheduledBatch& self, const BoundStepArrays& arrays) { self.write(arrays.arrays); },
+          "write", [](const ScheduledBatch& self, const BoundStepArrays& arrays) { self.write(arrays.arrays); },
           "arrays"_a, ReleaseGil());
 }
 
 void bind_outputs(py::module_& m) {
-  py::class_<RequestOutput>(
-      m, "RequestOutput", py::is_final(),
-      "One new token of one sequence, or (token_id = -1) the news that it ended without one.")
+  py::class_<RequestOutput>(m, "RequestOutput", py::is_final(),
+                            "One new token of one sequence, or (token_id = -1) the news that it ended without one.")
       .def_readonly("request_id", &RequestOutput::request_id)
       .def_readonly("seq_id", &RequestOutput::seq_id)
       .def_readonly("sequence_index", &RequestOutput::sequence_index)
@@ -257,8 +241,7 @@ void bind_outputs(py::module_& m) {
       .def("__repr__", [](const RequestOutput& self) {
         return "RequestOutput(request_id='" + self.request_id +
                "', sequence_index=" + std::to_string(self.sequence_index) +
-               ", output_index=" + std::to_string(self.output_index) +
-               ", token_id=" + std::to_string(self.token_id) +
+               ", output_index=" + std::to_string(self.output_index) + ", token_id=" + std::to_string(self.token_id) +
                ", finished=" + (self.finished ? "True" : "False") + ")";
       });
 
@@ -308,14 +291,12 @@ void bind_scheduler(py::module_& m) {
           "add_seq",
           [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,
              const SamplingOptions& options, int64_t priority, const std::string& cache_salt) {
-            if (prompt_token_ids.ndim() != 1)
-              throw py::value_error("prompt_token_ids: must have one dimension");
+            if (prompt_token_ids.ndim() != 1) throw py::value_error("prompt_token_ids: must have one dimension");
             const int32_t* begin = prompt_token_ids.data();
-            return self.add_seq(request_id, std::vector<int32_t>(begin, begin + prompt_token_ids.size()),
-                                options, priority, cache_salt);
+            return self.add_seq(request_id, std::vector<int32_t>(begin, begin + prompt_token_ids.size()), options,
+                                priority, cache_salt);
           },
-          "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0,
-          "cache_salt"_a = "")
+          "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "")
       .def("fork_seq", &Scheduler::fork_seq, "seq_id"_a, py::kw_only(), "seed"_a)
       .def("abort_request", &Scheduler::abort_request, "request_id"_a)
       .def(
@@ -331,10 +312,8 @@ void bind_scheduler(py::module_& m) {
           "pool"_a)
       .def(
           "process_outputs",
-          [](Scheduler& self, ScheduledBatch& outputs, const TokenIds& token_ids,
-             const TokenIds& num_tokens) {
-            if (token_ids.ndim() != 2)
-              throw py::value_error("token_ids: must have the shape [num_sampled, width]");
+          [](Scheduler& self, ScheduledBatch& outputs, const TokenIds& token_ids, const TokenIds& num_tokens) {
+            if (token_ids.ndim() != 2) throw py::value_error("token_ids: must have the shape [num_sampled, width]");
             if (num_tokens.ndim() != 1 || num_tokens.shape(0) != token_ids.shape(0)) {
               throw py::value_error("num_tokens: must have one entry per row of token_ids");
             }
@@ -346,8 +325,7 @@ void bind_scheduler(py::module_& m) {
             self.process_outputs(outputs, ids, num_rows, width, counts);
           },
           "outputs"_a, "token_ids"_a, "num_tokens"_a)
-      .def("build_request_outputs", returning_handles(&Scheduler::build_request_outputs), "outputs"_a,
-           "pool"_a)
+      .def("build_request_outputs", returning_handles(&Scheduler::build_request_outputs), "outputs"_a, "pool"_a)
       .def("fail_step", returning_handles(&Scheduler::fail_step), "outputs"_a, "pool"_a)
       .def("free_finished_seqs", &Scheduler::free_finished_seqs, ReleaseGil())
       .def("has_unfinished_seqs", &Scheduler::has_unfinished_seqs)
@@ -356,10 +334,8 @@ void bind_scheduler(py::module_& m) {
       .def_property_readonly("num_prompted", &Scheduler::num_prompted)
       .def_property_readonly("num_running", &Scheduler::num_running)
       .def_property_readonly("num_blocks", [](const Scheduler& self) { return self.blocks().num_blocks(); })
-      .def_property_readonly("num_free_blocks",
-                             [](const Scheduler& self) { return self.blocks().num_free_blocks(); })
-      .def_property_readonly("num_used_blocks",
-                             [](const Scheduler& self) { return self.blocks().num_used_blocks(); })
+      .def_property_readonly("num_free_blocks", [](const Scheduler& self) { return self.blocks().num_free_blocks(); })
+      .def_property_readonly("num_used_blocks", [](const Scheduler& self) { return self.blocks().num_used_blocks(); })
       .def_property_readonly("num_preemptions", &Scheduler::num_preemptions)
       .def_property_readonly("num_cached_tokens", &Scheduler::num_cached_tokens)
       .def("check_invariants", &Scheduler::check_invariants, ReleaseGil());
@@ -370,7 +346,13 @@ void bind_scheduler(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C++ core: sequences, blocks, scheduler, request outputs. Contracts are in _core.pyi.";
-  py::register_local_exception<deepinfer::NotFound>(m, "NotFoundError", PyExc_LookupError);
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const deepinfer::NotFound& not_found) {
+      py::set_error(PyExc_LookupError, not_found.what());
+    }
+  });
   deepinfer::bind_options(m);
   deepinfer::bind_batch(m);
   deepinfer::bind_outputs(m);

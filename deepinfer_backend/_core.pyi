@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 class FinishReason:
-    """Why a sequence ended; `name` is what callers see, in lower case: none, stop, length, abort, error."""
+    """Why a sequence ended; callers see `name` in lower case: none, stop, length, abort, error."""
 
     NONE: FinishReason
     STOP: FinishReason
@@ -28,6 +28,9 @@ class SamplingOptions:
 
     `eos_token_ids` and `stop_token_ids` end a sequence once `min_tokens` are out; `ignore_eos` lets it pass the first.
     `seed` feeds one uniform number per output position, so that tokens do not depend on the batch.
+
+    Raises:
+        ValueError: a value is out of its range; among them `min_tokens` above `max_tokens`.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class SchedulerConfig:
     """Limits of the scheduler; every one is checked by the constructor.
 
     Raises:
-        ValueError: a limit is out of its range, or `max_model_len` tokens fit no block table.
+        ValueError: a limit is out of its range, or the cache holds fewer than 2 tokens.
     """
 
     def __init__(
@@ -136,7 +139,15 @@ class SchedulerOutputs:
     num_cached_tokens: int  # prompt tokens found in the prefix cache by this batch
     block_copies: NDArray[np.int32]  # [num_copies, 2] (source, target) of copy-on-write
     def write(self, arrays: StepArrays) -> None:
-        """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_banned` entries of each array."""
+        """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_banned` entries of each array.
+
+        Rows of `block_tables` are padded with block 0 up to `max_num_blocks`; what lies behind is left as it was. When
+        no row samples, `logits_indices[0]` is 0, so that a forward that must ask for one row asks for one that exists.
+
+        Raises:
+            ValueError: an array is too small for the step; then none was written.
+            LookupError: the step is over.
+        """
 
 @final
 class RequestOutput:
@@ -206,6 +217,9 @@ class Scheduler:
     def fork_seq(self, seq_id: int, *, seed: int) -> int:
         """A copy of a prompted or running sequence that shares its blocks until one of them writes.
 
+        It belongs to the same request, with its priority and place in line. When `max_num_seqs` sequences hold blocks
+        already it waits without any and recomputes, like a preempted one.
+
         Raises:
             LookupError: no such sequence.
             ValueError: it has not finished its prefill, or has tokens in flight.
@@ -218,7 +232,11 @@ class Scheduler:
     def schedule(self, pool: SequenceMetadataPool) -> tuple[SequenceMetadataList, SchedulerOutputs]:
         """Frees finished sequences, then picks the next batch: prefill or decode, or empty when nothing can run.
 
-        At most one step may be in flight (scheduled but not given to `process_outputs`) when it is called.
+        At most one step may be in flight (scheduled but not given to `process_outputs`) when it is called, and only a
+        decode step. An empty batch is never in flight: processing it is allowed and does nothing.
+
+        Raises:
+            RuntimeError: more than that is in flight.
         """
     def process_outputs(
         self, outputs: SchedulerOutputs, token_ids: NDArray[np.int32], num_tokens: NDArray[np.int32]
@@ -226,10 +244,12 @@ class Scheduler:
         """Appends what the step sampled and checks the stop conditions.
 
         token_ids: [num_sampled, width]; row i holds `num_tokens[i]` new tokens of the i-th row that samples.
-        Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps must come in order.
+        Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps must come in order. A row may
+        have no token (the next step samples it again) or several (the next step computes all of them), unless a step
+        launched after this one builds on it: then exactly one.
 
         Raises:
-            ValueError: shapes do not match the step, or the step was processed already.
+            ValueError: shapes or counts do not match the step, or the step was processed already; nothing has changed.
         """
     def build_request_outputs(self, outputs: SchedulerOutputs, pool: RequestOutputPool) -> NDArray[np.uint64]:
         """One RequestOutput per token that the last `process_outputs` appended; ends the step's metadata."""

@@ -25,8 +25,8 @@ def tokenizer(llm: LLM) -> Any:
     return AutoTokenizer.from_pretrained(llm.model_path)
 
 
-def generate(llm: LLM, *args: Any, **kwargs: Any) -> list[Any]:
-    return list(llm.generate(*args, use_tqdm=False, **kwargs))
+def generate(llm: LLM, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
+    return list(llm.generate(prompts, sampling_params, use_tqdm=False, **kwargs))
 
 
 def test_one_result_per_prompt_in_prompt_order(llm: LLM) -> None:
@@ -135,5 +135,5 @@ def test_unknown_engine_argument_is_refused_with_the_nearest_name() -> None:
 
 
 def test_positions_that_the_model_does_not_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_model_len is 9000.*8192"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 9000.*8192"):
         LLM(max_model_len=9000)

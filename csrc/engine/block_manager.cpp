@@ -56,8 +56,7 @@ Admission BlockManager::plan(BlockTable& table, const std::vector<int32_t>& toke
   return admission;
 }
 
-void BlockManager::allocate(BlockTable& table, const std::vector<int32_t>& tokens,
-                            const Admission& admission) {
+void BlockManager::allocate(BlockTable& table, const std::vector<int32_t>& tokens, const Admission& admission) {
   if (!table.blocks.empty() || admission.num_free_blocks > num_free_ ||
       static_cast<size_t>(admission.num_cached_blocks) != found_.size()) {
     throw std::logic_error("allocate() without a plan that fits");
@@ -89,8 +88,7 @@ int BlockManager::num_blocks_to_write(const BlockTable& table, int64_t begin, in
   return num_needed;
 }
 
-void BlockManager::make_writable(BlockTable& table, int64_t begin, int64_t end,
-                                 std::vector<BlockCopy>& copies) {
+void BlockManager::make_writable(BlockTable& table, int64_t begin, int64_t end, std::vector<BlockCopy>& copies) {
   const auto end_block = static_cast<size_t>(num_blocks_for(end));
   const auto begin_block = static_cast<size_t>(begin / block_size_);
   for (size_t i = begin_block; i < std::min(end_block, table.blocks.size()); ++i) {
@@ -100,8 +98,7 @@ void BlockManager::make_writable(BlockTable& table, int64_t begin, int64_t end,
       copies.push_back({shared, table.blocks[i]});
       drop_reference(shared);
     } else if (blocks_[shared].content_id != 0) {
-      // A full block is written again only when a step gave no token. Should this write fail, nobody may find
-      // it.
+      // A full block is written again only when a step gave no token. Should this write fail, nobody may find it.
       forget_cached(shared);
     }
   }
@@ -114,8 +111,8 @@ BlockTable BlockManager::fork(const BlockTable& table) {
   return table;
 }
 
-void BlockManager::cache_computed(BlockTable& table, const std::vector<int32_t>& tokens,
-                                  const std::string& salt, int64_t num_computed_tokens) {
+void BlockManager::cache_computed(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt,
+                                  int64_t num_computed_tokens) {
   if (!enable_prefix_caching_) return;
   const auto num_full = static_cast<size_t>(num_computed_tokens / block_size_);
   if (num_full <= table.content_ids.size()) return;
@@ -124,8 +121,8 @@ void BlockManager::cache_computed(BlockTable& table, const std::vector<int32_t>&
     const uint64_t parent_id = i == 0 ? 0 : table.content_ids[i - 1];
     const int32_t* block_tokens = &tokens[i * block_size_];
     int32_t holder = find_cached(table.hashes[i], parent_id, block_tokens, salt);
-    // Someone else may have computed the same content meanwhile. Theirs stays the one that is found; ours
-    // continues the same chain.
+    // Someone else may have computed the same content meanwhile. Theirs stays the one that is found; ours continues the
+    // same chain.
     if (holder == kNone) {
       holder = table.blocks[i];
       if (blocks_[holder].content_id != 0) forget_cached(holder);
@@ -167,13 +164,12 @@ void BlockManager::append(FreeList& list, int32_t block) {
 
 void BlockManager::remove(FreeList& list, int32_t block) {
   const Block& removed = blocks_[block];
-  (removed.previous_free == kNone ? list.first : blocks_[removed.previous_free].next_free) =
-      removed.next_free;
+  (removed.previous_free == kNone ? list.first : blocks_[removed.previous_free].next_free) = removed.next_free;
   (removed.next_free == kNone ? list.last : blocks_[removed.next_free].previous_free) = removed.previous_free;
 }
 
-void BlockManager::extend_hashes(BlockTable& table, const std::vector<int32_t>& tokens,
-                                 const std::string& salt, size_t num_full_blocks) const {
+void BlockManager::extend_hashes(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt,
+                                 size_t num_full_blocks) const {
   while (table.hashes.size() < num_full_blocks) {
     uint64_t hash = hash_seed_;
     if (!table.hashes.empty()) {
@@ -194,8 +190,7 @@ int32_t BlockManager::find_cached(uint64_t hash, uint64_t parent_id, const int32
   for (int32_t block = buckets_[bucket_of(hash)]; block != kNone; block = blocks_[block].next_in_bucket) {
     const Block& candidate = blocks_[block];
     if (candidate.hash != hash || candidate.parent_id != parent_id) continue;
-    if (!std::equal(tokens, tokens + block_size_, &cached_tokens_[static_cast<size_t>(block) * block_size_]))
-      continue;
+    if (!std::equal(tokens, tokens + block_size_, &cached_tokens_[static_cast<size_t>(block) * block_size_])) continue;
     if (parent_id == 0 && candidate.salt != salt) continue;
     return block;
   }
@@ -224,8 +219,7 @@ void BlockManager::forget_cached(int32_t block) {
 void BlockManager::check_invariants(const std::vector<const BlockTable*>& tables) const {
   std::vector<int> num_references(blocks_.size(), 0);
   for (const BlockTable* table : tables) {
-    expect(table->content_ids.size() <= table->blocks.size(),
-           "a table knows contents of blocks it does not hold");
+    expect(table->content_ids.size() <= table->blocks.size(), "a table knows contents of blocks it does not hold");
     for (const int32_t block : table->blocks) {
       expect(block >= 1 && block <= num_blocks_, "a table holds a block that does not exist");
       ++num_references[block];
@@ -238,8 +232,7 @@ void BlockManager::check_invariants(const std::vector<const BlockTable*>& tables
     for (int32_t block = list->first; block != kNone; previous = block, block = blocks_[block].next_free) {
       expect(++num_free_entries[block] == 1, "a block is on a free list twice");
       expect(blocks_[block].previous_free == previous, "a free list's links disagree");
-      expect((blocks_[block].content_id != 0) == (list == &cached_free_),
-             "a block is on the wrong free list");
+      expect((blocks_[block].content_id != 0) == (list == &cached_free_), "a block is on the wrong free list");
       ++num_free;
     }
     expect(list->last == previous, "a free list does not end at its last block");
@@ -247,10 +240,8 @@ void BlockManager::check_invariants(const std::vector<const BlockTable*>& tables
   expect(num_free == num_free_, "free blocks do not add up");
   int num_cached = 0;
   for (int32_t block = 1; block <= num_blocks_; ++block) {
-    expect(blocks_[block].num_references == num_references[block],
-           "a reference count differs from its tables");
-    expect((num_references[block] == 0) == (num_free_entries[block] == 1),
-           "a block is neither free nor used");
+    expect(blocks_[block].num_references == num_references[block], "a reference count differs from its tables");
+    expect((num_references[block] == 0) == (num_free_entries[block] == 1), "a block is neither free nor used");
     if (blocks_[block].content_id != 0) ++num_cached;
   }
   int num_mapped = 0;

@@ -12,8 +12,8 @@ struct BlockTable {
   std::vector<int32_t> blocks;
   // One entry per leading block whose content is known to the prefix cache: the id of that content.
   std::vector<uint64_t> content_ids;
-  // Chained hashes of the leading full blocks of tokens, computed when first asked for. They depend on tokens
-  // and salt only, so they outlive a preemption.
+  // Chained hashes of the leading full blocks of tokens, computed when first asked for. They depend on tokens and salt
+  // only, so they outlive a preemption.
   std::vector<uint64_t> hashes;
 };
 
@@ -30,15 +30,11 @@ struct Admission {
 
 // Owns the state of every block: numbers 1 to num_blocks; block 0 is the dummy and never given out.
 //
-// 1. num_free + num_used == num_blocks. A block is used while at least one table holds it (its reference
-// count).
+// 1. num_free + num_used == num_blocks. A block is used while at least one table holds it (its reference count).
 // 2. A block with more than one reference is never written: `make_writable` replaces it by a copy.
-// 3. A block in the prefix cache is full and its content confirmed. Its content is named by an id that is
-// never used
-//    again; a hit is believed only after hash, parent's content id, tokens and, at the root, the salt are
-//    equal.
-// 4. Free blocks without cached content are given out first, then cached ones, the least recently used first.
-// Within
+// 3. A block in the prefix cache is full and its content confirmed. Its content is named by an id that is never used
+//    again; a hit is believed only after hash, parent's content id, tokens and, at the root, the salt are equal.
+// 4. Free blocks without cached content are given out first, then cached ones, the least recently used first. Within
 //    one table the tail goes before the head, so that a chain is not cut at its root.
 // 5. Nothing here allocates memory after the constructor, but for growing tables.
 class BlockManager {
@@ -51,27 +47,22 @@ class BlockManager {
   [[nodiscard]] int num_used_blocks() const { return num_blocks_ - num_free_; }
   [[nodiscard]] int num_blocks_for(int64_t num_tokens) const;
 
-  // What `allocate` would do for a table without blocks. At least one token is never found: it must be
-  // computed.
-  [[nodiscard]] Admission plan(BlockTable& table, const std::vector<int32_t>& tokens,
-                               const std::string& salt);
-  // Blocks for all of `tokens`, cached ones first. Call it right after the `plan` that showed that they are
-  // there.
+  // What `allocate` would do for a table without blocks. At least one token is never found: it must be computed.
+  [[nodiscard]] Admission plan(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt);
+  // Blocks for all of `tokens`, cached ones first. Call it right after the `plan` that showed that they are there.
   void allocate(BlockTable& table, const std::vector<int32_t>& tokens, const Admission& admission);
   // Gives all of them back; what is cached stays findable.
   void free(BlockTable& table);
 
   // Free blocks that writing tokens [begin, end) takes: missing ones, and copies of shared ones.
   [[nodiscard]] int num_blocks_to_write(const BlockTable& table, int64_t begin, int64_t end) const;
-  // Makes the table hold blocks of its own for tokens [begin, end); appends the copies the device must make
-  // first.
+  // Makes the table hold blocks of its own for tokens [begin, end); appends the copies the device must make first.
   void make_writable(BlockTable& table, int64_t begin, int64_t end, std::vector<BlockCopy>& copies);
 
   // A table with the same blocks; all of them are shared from now on.
   [[nodiscard]] BlockTable fork(const BlockTable& table);
 
-  // Puts the full blocks among the first `num_computed_tokens` into the prefix cache. The device has written
-  // them.
+  // Puts the full blocks among the first `num_computed_tokens` into the prefix cache. The device has written them.
   void cache_computed(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt,
                       int64_t num_computed_tokens);
 
@@ -108,8 +99,7 @@ class BlockManager {
                      size_t num_full_blocks) const;
   [[nodiscard]] int32_t find_cached(uint64_t hash, uint64_t parent_id, const int32_t* tokens,
                                     const std::string& salt) const;
-  void insert_cached(int32_t block, uint64_t hash, uint64_t parent_id, const int32_t* tokens,
-                     const std::string& salt);
+  void insert_cached(int32_t block, uint64_t hash, uint64_t parent_id, const int32_t* tokens, const std::string& salt);
   void forget_cached(int32_t block);
   [[nodiscard]] size_t bucket_of(uint64_t hash) const { return hash & (buckets_.size() - 1); }
 

@@ -16,17 +16,15 @@ class NotFound : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Owns objects of type T and gives out uint64 handles to them: pool id (16 bits), generation (28), index
-// (20).
+// Owns objects of type T and gives out uint64 handles to them: pool id (16 bits), generation (28), index (20).
 //
 // 1. A handle is good from `acquire` until its `release`; afterwards every use of it throws NotFound.
 // 2. No handle is 0, and none is good in two pools of one process.
-// 3. References stay good while the pool grows. It never shrinks: an object that is acquired again is as its
-// last
-//    user left it, so that its strings and vectors keep their capacity. Whoever acquires it fills all of it.
+// 3. References stay good while the pool grows. It never shrinks: an object that is acquired again is as its last user
+//    left it, so that its strings and vectors keep their capacity. Whoever acquires it fills all of it.
 //
-// A slot's generation wraps after 2^28 uses of it, a pool id after 2^16 pools; a handle kept that long may be
-// mistaken for a new one. One thread at a time owns a pool.
+// A slot's generation wraps after 2^28 uses of it, a pool id after 2^16 pools; a handle kept that long may be mistaken
+// for a new one. One thread at a time owns a pool.
 template <typename T>
 class HandlePool {
  public:
@@ -65,9 +63,7 @@ class HandlePool {
   }
 
   [[nodiscard]] T& get(uint64_t handle) { return slot(handle).value; }
-  [[nodiscard]] const T& get(uint64_t handle) const {
-    return const_cast<HandlePool*>(this)->slot(handle).value;
-  }
+  [[nodiscard]] const T& get(uint64_t handle) const { return const_cast<HandlePool*>(this)->slot(handle).value; }
 
   void release(uint64_t handle) {
     Slot& released = slot(handle);
@@ -85,8 +81,8 @@ class HandlePool {
 
   [[nodiscard]] size_t num_in_use() const { return num_in_use_; }
 
-  // A copy of the object behind `handle`, whichever pool of this process gave it out. Call it on the thread
-  // that owns that pool.
+  // A copy of the object behind `handle`, whichever pool of this process gave it out. Call it on the thread that owns
+  // that pool.
   [[nodiscard]] static T copy_from_any(uint64_t handle) {
     Registry& all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);

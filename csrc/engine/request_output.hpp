@@ -27,12 +27,11 @@ struct RequestOutput {
 
 using RequestOutputPool = HandlePool<RequestOutput>;
 
-// All outputs behind `handles` in one buffer: magic, version, count, total size, then each output. Byte order
-// is the machine's: both processes run on it. Throws NotFound if a handle is stale.
+// All outputs behind `handles` in one buffer: magic, version, count, total size, then each output. Byte order is the
+// machine's: both processes run on it. Throws NotFound if a handle is stale.
 [[nodiscard]] std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles);
 
-// The outputs in a buffer from `pack`. Throws std::invalid_argument unless it is whole and nothing follows
-// it.
+// The outputs in a buffer from `pack`. Throws std::invalid_argument unless it is whole and nothing follows it.
 [[nodiscard]] std::vector<RequestOutput> unpack(std::string_view data);
 
 }  // namespace deepinfer

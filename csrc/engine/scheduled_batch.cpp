@@ -104,9 +104,8 @@ RequestOutput& ScheduledBatch::add_output() {
 
 void ScheduledBatch::drop_outputs_of(const std::string& request_id) {
   const auto begin = new_outputs.begin();
-  const auto kept_end =
-      std::remove_if(begin, begin + static_cast<std::ptrdiff_t>(num_new_outputs),
-                     [&](const RequestOutput& output) { return output.request_id == request_id; });
+  const auto kept_end = std::remove_if(begin, begin + static_cast<std::ptrdiff_t>(num_new_outputs),
+                                       [&](const RequestOutput& output) { return output.request_id == request_id; });
   num_new_outputs = static_cast<size_t>(kept_end - begin);
 }
 

@@ -26,8 +26,7 @@ struct SequenceMetadata {
 
 using SequenceMetadataPool = HandlePool<SequenceMetadata>;
 
-// The Worker's buffers. T, S, B and M are their capacities in tokens, sequences, blocks per sequence and
-// banned pairs.
+// The Worker's buffers. T, S, B and M are their capacities in tokens, sequences, blocks per sequence and banned pairs.
 struct StepArrays {
   size_t max_num_tokens = 0;      // T
   size_t max_num_seqs = 0;        // S
@@ -57,8 +56,7 @@ enum class BatchState : uint8_t {
 
 // Owns one step's rows. The Scheduler fills it, then nothing of it changes but its state.
 //
-// 1. It is a copy of what was true when the step was scheduled: writing or reading it never looks at a
-// sequence, so
+// 1. It is a copy of what was true when the step was scheduled: writing or reading it never looks at a sequence, so
 //    that a later preemption or abort cannot change a step on its way.
 // 2. A row's sequence stays in memory until the step was processed.
 // 3. Batches are recycled, capacity and all: after warm-up a step allocates nothing.
@@ -78,8 +76,7 @@ class ScheduledBatch {
 
   // Starts a new step, whose metadata live in `pool`.
   void reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill);
-  // The sequence computes tokens [begin, end), and samples if that is all of it. Its blocks are there
-  // already.
+  // The sequence computes tokens [begin, end), and samples if that is all of it. Its blocks are there already.
   void add_row(Sequence& sequence, int64_t begin, int64_t end, int block_size);
   // One more entry at the end of the new outputs, with whatever it held before.
   [[nodiscard]] RequestOutput& add_output();
@@ -87,9 +84,8 @@ class ScheduledBatch {
   // Gives the metadata back.
   void end();
 
-  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries; block tables are padded with
-  // block 0 up to max_num_blocks. Throws std::invalid_argument if an array is too small, NotFound if the step
-  // is over.
+  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries; block tables are padded with block 0 up
+  // to max_num_blocks. Throws std::invalid_argument if an array is too small, NotFound if the step is over.
   void write(const StepArrays& arrays) const;
 
   [[nodiscard]] bool is_empty() const { return rows.empty(); }

@@ -8,8 +8,8 @@
 namespace deepinfer {
 namespace {
 
-// Free blocks that an admission leaves over, in percent of all: without them the next decode step would have
-// to preempt what was just admitted.
+// Free blocks that an admission leaves over, in percent of all: without them the next decode step would have to preempt
+// what was just admitted.
 constexpr int kWatermarkPercent = 1;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
@@ -32,8 +32,8 @@ void SchedulerConfig::validate() const {
   check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
   check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
   if (num_blocks * block_size < 2) {
-    refuse("num_blocks: the cache must hold at least 2 tokens, " + std::to_string(num_blocks) +
-           " blocks of " + std::to_string(block_size) + " hold fewer");
+    refuse("num_blocks: the cache must hold at least 2 tokens, " + std::to_string(num_blocks) + " blocks of " +
+           std::to_string(block_size) + " hold fewer");
   }
 }
 
@@ -46,8 +46,8 @@ bool Scheduler::ServedBefore::operator()(const Sequence* a, const Sequence* b) c
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_((config.validate(), config)),
       max_seq_len_(std::min(config.max_model_len, config.num_blocks * config.block_size)),
-      blocks_(static_cast<int>(config.num_blocks), static_cast<int>(config.block_size),
-              config.enable_prefix_caching, config.hash_seed) {}
+      blocks_(static_cast<int>(config.num_blocks), static_cast<int>(config.block_size), config.enable_prefix_caching,
+              config.hash_seed) {}
 
 // ---- a request comes, forks, goes ----
 
@@ -61,8 +61,7 @@ int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> p
            std::to_string(max_seq_len_ - 1) + " leave room for an output " +
            (limited_by_model ? "within max_model_len" : "in the KV cache"));
   }
-  if (requests_.count(request_id) > 0)
-    refuse("request_id: '" + request_id + "' is that of an unfinished request");
+  if (requests_.count(request_id) > 0) refuse("request_id: '" + request_id + "' is that of an unfinished request");
 
   auto sequence = std::make_unique<Sequence>();
   sequence->seq_id = next_seq_id_++;
@@ -187,9 +186,7 @@ void Scheduler::check_may_schedule() const {
 }
 
 bool Scheduler::can_decode() const {
-  const auto is_open = [this](const Sequence* sequence) {
-    return !sequence->ends_by_length_in_flight(max_seq_len_);
-  };
+  const auto is_open = [this](const Sequence* sequence) { return !sequence->ends_by_length_in_flight(max_seq_len_); };
   return std::any_of(running_.begin(), running_.end(), is_open) ||
          std::any_of(prompted_.begin(), prompted_.end(), is_open);
 }
@@ -197,10 +194,8 @@ bool Scheduler::can_decode() const {
 bool Scheduler::is_prefill_attempt_due(bool could_decode) const {
   if (num_waiting() == 0) return false;
   if (!could_decode) return true;
-  // A prefill that admitted something is followed up until its turn is over; one that did not waits for the
-  // next.
-  const bool in_turn =
-      last_step_was_prefill_ || num_decodes_since_attempt_ >= config_.prefill_attempt_interval;
+  // A prefill that admitted something is followed up until its turn is over; one that did not waits for the next.
+  const bool in_turn = last_step_was_prefill_ || num_decodes_since_attempt_ >= config_.prefill_attempt_interval;
   return in_turn && num_consecutive_prefills_ < config_.max_consecutive_prefills;
 }
 
@@ -212,8 +207,8 @@ void Scheduler::schedule_prefill(ScheduledBatch& batch) {
     const bool head_first =
         admitting && !waiting_.empty() && (next == nullptr || ServedBefore()(*waiting_.begin(), next));
     if (head_first) {
-      // When the head does not fit nobody behind it is admitted, but what was begun goes on: it needs no
-      // memory, and it must end before the head can fit.
+      // When the head does not fit nobody behind it is admitted, but what was begun goes on: it needs no memory, and it
+      // must end before the head can fit.
       admitting = admit(**waiting_.begin(), batch);
     } else if (next != nullptr) {
       ++started;
@@ -307,8 +302,8 @@ void Scheduler::launch(Sequence& sequence, int64_t begin, int64_t end, Scheduled
   }
 }
 
-// Its blocks may be given out at once, even if a step in flight still reads and writes them: the device runs
-// steps in the order of their launch, so whoever gets a block writes it only after that step.
+// Its blocks may be given out at once, even if a step in flight still reads and writes them: the device runs steps in
+// the order of their launch, so whoever gets a block writes it only after that step.
 void Scheduler::preempt(Sequence& victim) {
   move(victim, queue_of(victim), waiting_);
   blocks_.free(victim.block_table);

@@ -37,19 +37,14 @@ struct SchedulerConfig {
 //      prefilling  WAITING, holds the blocks of all its known tokens; between two chunks
 //      prompted    PROMPTED
 //      running     RUNNING
-//    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and
-//    it goes.
-// 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted
-// past a head
+//    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and it goes.
+// 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted past a head
 //    that does not fit, and a block is taken only from sequences served later than the one that needs it.
 // 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
-// 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are
-// processed
+// 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are processed
 //    in the order in which they were launched.
-// 5. While something can decode, at most max_consecutive_prefills prefill steps come in a row; while
-// something waits,
-//    a prefill is attempted at least every prefill_attempt_interval decode steps. So neither starves the
-//    other.
+// 5. While something can decode, at most max_consecutive_prefills prefill steps come in a row; while something waits, a
+//    prefill is attempted at least every prefill_attempt_interval decode steps. So neither starves the other.
 // 6. Per step the work is O(batch), and after warm-up nothing is allocated.
 //
 // One thread at a time owns it; a call that throws std::invalid_argument or NotFound has changed nothing.
@@ -58,10 +53,10 @@ class Scheduler {
   explicit Scheduler(const SchedulerConfig& config);
 
   // Into `waiting`; returns the sequence's id.
-  int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
-                  const SamplingOptions& options, int64_t priority, const std::string& cache_salt);
-  // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks
-  // already, it waits without blocks and recomputes, like a preempted one.
+  int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
+                  int64_t priority, const std::string& cache_salt);
+  // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks already, it
+  // waits without blocks and recomputes, like a preempted one.
   int64_t fork_seq(int64_t seq_id, uint64_t seed);
   // False if no such request is live.
   bool abort_request(const std::string& request_id);
@@ -69,9 +64,8 @@ class Scheduler {
   // The next batch, possibly empty; an empty one is not launched and needs no processing.
   [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool);
 
-  // token_ids: [num_rows, width]; the first num_tokens[row] of a row are new. Rows are the batch's sampled
-  // ones. A row that a later launched step builds on must have exactly one token, unless its sequence has
-  // ended.
+  // token_ids: [num_rows, width]; the first num_tokens[row] of a row are new. Rows are the batch's sampled ones. A row
+  // that a later launched step builds on must have exactly one token, unless its sequence has ended.
   void process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
                        const int32_t* num_tokens);
   // Appends the handles of what `process_outputs` left in the batch, and ends the step.
@@ -121,6 +115,7 @@ class Scheduler {
   // processing
   void check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
                      const int32_t* num_tokens) const;
+  void check_is_next(const ScheduledBatch& batch) const;
   void take_front(ScheduledBatch& batch);
   void append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch);
   void retire(Sequence& sequence, Queue& queue);
@@ -128,9 +123,7 @@ class Scheduler {
 
   [[nodiscard]] std::shared_ptr<ScheduledBatch> spare_batch();
   [[nodiscard]] Queue& queue_of(const Sequence& sequence);
-  [[nodiscard]] size_t num_holding_blocks() const {
-    return prefilling_.size() + prompted_.size() + running_.size();
-  }
+  [[nodiscard]] size_t num_holding_blocks() const { return prefilling_.size() + prompted_.size() + running_.size(); }
   [[nodiscard]] size_t num_unfinished_seqs() const { return waiting_.size() + num_holding_blocks(); }
   static void move(Sequence& sequence, Queue& from, Queue& to) { to.insert(from.extract(&sequence)); }
 

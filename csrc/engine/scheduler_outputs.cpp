@@ -26,8 +26,8 @@ void expect(bool condition, const std::string& what) {
 
 }  // namespace
 
-void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows,
-                                size_t width, const int32_t* num_tokens) {
+void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
+                                const int32_t* num_tokens) {
   check_outputs(batch, token_ids, num_rows, width, num_tokens);
   if (batch.is_empty()) return;
   take_front(batch);
@@ -37,30 +37,25 @@ void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids,
     --sequence.num_inflight_steps;
     if (row.samples) --sequence.num_inflight_tokens;
     if (!sequence.is_finished()) {
-      // What this step wrote is now certain. A sequence preempted since then does not hold those blocks any
-      // more.
+      // What this step wrote is now certain. A sequence preempted since then does not hold those blocks any more.
       if (sequence.num_preemptions == row.num_preemptions) {
-        blocks_.cache_computed(sequence.block_table, sequence.tokens, sequence.cache_salt,
-                               row.num_computed_tokens);
+        blocks_.cache_computed(sequence.block_table, sequence.tokens, sequence.cache_salt, row.num_computed_tokens);
       }
-      if (row.samples)
-        append_tokens(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
+      if (row.samples) append_tokens(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
     }
     if (row.samples) ++sampled_row;
   }
 }
 
-void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows,
-                              size_t width, const int32_t* num_tokens) const {
+void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
+                              const int32_t* num_tokens) const {
   const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
   if (num_rows != static_cast<size_t>(batch.num_sampled())) {
     refuse("token_ids: the step samples " + std::to_string(batch.num_sampled()) + " rows, got " +
            std::to_string(num_rows));
   }
   if (batch.is_empty()) return;
-  if (launched_.empty() || launched_.front().get() != &batch) {
-    refuse("the step was processed already, or an earlier one was not");
-  }
+  check_is_next(batch);
   // Every token must fit in the step that computes it.
   if (width > static_cast<size_t>(config_.max_num_batched_tokens)) {
     refuse("token_ids: " + std::to_string(width) + " tokens a row exceed max_num_batched_tokens");
@@ -75,8 +70,7 @@ void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_
     }
     if (!row.sequence->is_finished()) {
       if (num_new != 1 && row.sequence->num_inflight_steps > 1) {
-        refuse(name + "has " + std::to_string(num_new) +
-               " tokens, but the step after it builds on exactly one");
+        refuse(name + "has " + std::to_string(num_new) + " tokens, but the step after it builds on exactly one");
       }
       for (int32_t i = 0; i < num_new; ++i) {
         const int32_t token_id = token_ids[sampled_row * width + static_cast<size_t>(i)];
@@ -87,13 +81,18 @@ void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_
   }
 }
 
+void Scheduler::check_is_next(const ScheduledBatch& batch) const {
+  if (launched_.empty() || launched_.front().get() != &batch) {
+    throw std::invalid_argument("the step was processed already, or an earlier one was not");
+  }
+}
+
 void Scheduler::take_front(ScheduledBatch& batch) {
   launched_.erase(launched_.begin());
   batch.state = BatchState::kProcessed;
 }
 
-void Scheduler::append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens,
-                              ScheduledBatch& batch) {
+void Scheduler::append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch) {
   Queue& queue = queue_of(sequence);
   for (int32_t i = 0; i < num_tokens && !sequence.is_finished(); ++i) {
     const int64_t output_index = sequence.num_outputs();
@@ -103,8 +102,7 @@ void Scheduler::append_tokens(Sequence& sequence, const int32_t* token_ids, int3
   if (sequence.is_finished()) retire(sequence, queue);
 }
 
-void Scheduler::build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool,
-                                      std::vector<uint64_t>& handles) {
+void Scheduler::build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles) {
   if (batch.is_empty()) return;
   if (batch.state != BatchState::kProcessed) {
     throw std::invalid_argument("the step was not processed, or its outputs were built already");
@@ -119,9 +117,7 @@ void Scheduler::build_request_outputs(ScheduledBatch& batch, RequestOutputPool& 
 
 void Scheduler::fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles) {
   if (batch.is_empty()) return;
-  if (launched_.empty() || launched_.front().get() != &batch) {
-    throw std::invalid_argument("the step was processed already, or an earlier one was not");
-  }
+  check_is_next(batch);
   take_front(batch);
   for (ScheduledBatch::Row& row : batch.rows) {
     Sequence& sequence = *std::exchange(row.sequence, nullptr);
@@ -143,8 +139,7 @@ void Scheduler::check_invariants() const {
       if (row.samples) ++in_flight[row.sequence].second;
     }
   }
-  const auto expect_queue = [this](const Queue& queue, const char* name, SequenceStatus status,
-                                   bool holds_blocks) {
+  const auto expect_queue = [this](const Queue& queue, const char* name, SequenceStatus status, bool holds_blocks) {
     for (const Sequence* sequence : queue) {
       const std::string who = "sequence " + std::to_string(sequence->seq_id) + " in " + name;
       expect(sequences_.count(sequence->seq_id) > 0, who + " does not exist");
@@ -157,10 +152,8 @@ void Scheduler::check_invariants() const {
   expect_queue(prompted_, "prompted", SequenceStatus::kPrompted, true);
   expect_queue(running_, "running", SequenceStatus::kRunning, true);
   expect(num_holding_blocks() <= static_cast<size_t>(config_.max_num_seqs), "too many sequences hold blocks");
-  expect(sequences_.size() == num_unfinished_seqs() + finished_.size(),
-         "a sequence is in no queue, or in two");
-  for (const Sequence* sequence : finished_)
-    expect(sequence->is_finished(), "an unfinished sequence is set aside");
+  expect(sequences_.size() == num_unfinished_seqs() + finished_.size(), "a sequence is in no queue, or in two");
+  for (const Sequence* sequence : finished_) expect(sequence->is_finished(), "an unfinished sequence is set aside");
 
   std::vector<const BlockTable*> tables;
   size_t num_live = 0;
@@ -169,14 +162,11 @@ void Scheduler::check_invariants() const {
     tables.push_back(&sequence->block_table);
     const auto num_held = static_cast<int64_t>(sequence->block_table.blocks.size()) * blocks_.block_size();
     expect(sequence->num_computed_tokens <= num_held, who + " has computed tokens without a block");
-    expect(in_flight[sequence.get()].first == sequence->num_inflight_steps,
-           who + ": steps in flight do not add up");
-    expect(in_flight[sequence.get()].second == sequence->num_inflight_tokens,
-           who + ": tokens in flight do not add up");
+    expect(in_flight[sequence.get()].first == sequence->num_inflight_steps, who + ": steps in flight do not add up");
+    expect(in_flight[sequence.get()].second == sequence->num_inflight_tokens, who + ": tokens in flight do not add up");
     if (sequence->is_finished()) continue;
     ++num_live;
-    expect(sequence->num_computed_tokens <= sequence->num_tokens_with_inflight(),
-           who + " computed unknown tokens");
+    expect(sequence->num_computed_tokens <= sequence->num_tokens_with_inflight(), who + " computed unknown tokens");
     expect(sequence->num_tokens() < max_seq_len_, who + " should have ended by length");
     expect(requests_.count(sequence->request_id) > 0, who + " belongs to no request");
   }

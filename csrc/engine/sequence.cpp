@@ -33,16 +33,15 @@ void SamplingOptions::validate() const {
     refuse("temperature: must be 0 or more, got " + std::to_string(temperature));
   }
   if (top_k < 0) refuse("top_k: must be 0 (off) or more, got " + std::to_string(top_k));
-  if (!(top_p > 0 && top_p <= 1))
-    refuse("top_p: must be above 0 and at most 1, got " + std::to_string(top_p));
+  if (!(top_p > 0 && top_p <= 1)) refuse("top_p: must be above 0 and at most 1, got " + std::to_string(top_p));
 }
 
 bool SamplingOptions::is_end_token(int32_t token_id) const {
   return (!ignore_eos && contains(eos_token_ids, token_id)) || contains(stop_token_ids, token_id);
 }
 
-// splitmix64 (Steele, Lea, Flood 2014) as a counter-based generator: the state after `output_index` steps is
-// known without taking them. The seed is scrambled first, or neighbouring seeds would share their numbers.
+// splitmix64 (Steele, Lea, Flood 2014) as a counter-based generator: the state after `output_index` steps is known
+// without taking them. The seed is scrambled first, or neighbouring seeds would share their numbers.
 double uniform_of(uint64_t seed, int64_t output_index) {
   const auto scramble = [](uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

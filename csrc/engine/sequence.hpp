@@ -11,8 +11,7 @@ namespace deepinfer {
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kAbort, kError };
 
-// What the core needs to know of a request's sampling parameters. Throws std::invalid_argument if out of
-// range.
+// What the core needs to know of a request's sampling parameters. Throws std::invalid_argument if out of range.
 struct SamplingOptions {
   int64_t max_tokens = 1;
   int64_t min_tokens = 0;  // an eos or stop token ends a sequence only after this many other tokens
@@ -38,15 +37,14 @@ enum class SequenceStatus : uint8_t {
   kFinishedError,
 };
 
-// The uniform number in [0, 1) that samples output `output_index`; depends on these two only, so that a token
-// depends on neither the batch nor the steps that led to it.
+// The uniform number in [0, 1) that samples output `output_index`; depends on these two only, so that a token depends
+// on neither the batch nor the steps that led to it.
 [[nodiscard]] double uniform_of(uint64_t seed, int64_t output_index);
 
 // Owns its tokens and counts; the Scheduler changes them, the BlockManager fills its block table.
 //
 //   0 ............ num_computed_tokens ...... n = tokens.size() ...... n + num_inflight_tokens
-//   K and V written by launched steps | known, to compute | sampled by a launched step, not seen by the host
-//   yet
+//   K and V written by launched steps | known, to compute | sampled by a launched step, not yet seen
 //
 // 1. num_computed_tokens <= n + num_inflight_tokens, and its blocks hold at least that many tokens.
 // 2. num_inflight_tokens <= num_inflight_steps: a launched step samples at most one unseen token.
@@ -85,8 +83,8 @@ struct Sequence {
   // Appends one token and applies the stop conditions: end tokens first, then length.
   void append_token(int32_t token_id, int64_t max_seq_len);
 
-  // What the next decode step computes: [begin, end). Usually the last token alone. More when a step gave
-  // several; the last one again when a step gave none.
+  // What the next decode step computes: [begin, end). Usually the last token alone. More when a step gave several; the
+  // last one again when a step gave none.
   [[nodiscard]] int64_t decode_begin() const;
   [[nodiscard]] int64_t decode_end() const { return num_tokens_with_inflight(); }
 };

@@ -93,6 +93,14 @@ class Frontend:
         for request in requests:
             self._accept_one(request)
 
+    def is_available(self) -> bool:
+        """Whether a new request would be taken."""
+        try:
+            self._check_available()
+        except UnavailableError:
+            return False
+        return True
+
     def _accept_one(self, request: Any) -> None:
         sender = request.get_response_sender()
         request_id = "request"

@@ -20,11 +20,11 @@ class Listener(NamedTuple):
 
 
 def find_listeners(pid: int) -> set[Listener]:
-    """Empty for a process that is gone or is not ours to look at."""
+    """Raises OSError for a process that is gone or is not ours to look at."""
     inodes = _socket_inodes(pid)
     listeners = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with suppress(OSError):
+        with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
                 address, state, inode = fields[1], fields[3], int(fields[9])
@@ -36,12 +36,11 @@ def find_listeners(pid: int) -> set[Listener]:
 
 def _socket_inodes(pid: int) -> set[int]:
     inodes = set()
-    with suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                kind, _, rest = os.readlink(descriptor).partition(":[")
-                if kind == "socket":
-                    inodes.add(int(rest.removesuffix("]")))
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, rest = os.readlink(descriptor).partition(":[")
+            if kind == "socket":
+                inodes.add(int(rest.removesuffix("]")))
     return inodes
 
 

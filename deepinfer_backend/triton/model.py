@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """One loaded model. Triton calls every method from the stub's main thread.
+    """One loaded model. Triton calls every method from the stub's main thread, `is_model_ready` perhaps from another.
 
     The imports are inside: Triton calls `auto_complete_config` in an interpreter of its own that it throws away.
     """
@@ -47,6 +47,10 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         self._frontend.accept(requests)
+
+    def is_model_ready(self) -> bool:
+        """Asked by newer Tritons for the model's readiness; 2.51 does not."""
+        return self._frontend.is_available()
 
     def finalize(self) -> None:
         self._frontend.close()

@@ -86,7 +86,7 @@ class TritonServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns at once; see `wait_ready`.
+        """Returns at once; see `wait_ready`. The server ends when the thread that calls this does.
 
         Raises:
             ConfigError: names what is missing on this machine, and the command that installs it.

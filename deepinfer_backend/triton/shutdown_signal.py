@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 
 from deepinfer_backend.triton.listeners import Listener, find_listeners
@@ -21,7 +22,9 @@ DRAIN_TIMEOUT_VARIABLE = "DEEPINFER_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_TIMEOUT_S = 6.0
 
 _LISTENER_INTERVAL_S = 0.5
+_NUM_SIGNS_NEEDED = 2  # in a row: one may be chance, and a server that drains by mistake serves nobody
 _PROBE_TIMEOUT_S = 1.0
+_HTTP = b"HTTP/"
 _PROBE = b"GET /v2/health/live HTTP/1.0\r\n\r\n"
 
 
@@ -33,6 +36,7 @@ class ShutdownSignal:
         self._drain_file = drain_file
         self._listeners: set[Listener] = set()
         self._http_listeners: set[Listener] = set()  # those that answered a probe once
+        self._num_signs = 0
         self._next_check_s = 0.0
         self._is_set = False
 
@@ -55,16 +59,23 @@ class ShutdownSignal:
         if now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + _LISTENER_INTERVAL_S
-        listeners = find_listeners(self._server_pid)
+        self._num_signs = self._num_signs + 1 if self._see_sign(is_busy) else 0
+        return self._num_signs >= _NUM_SIGNS_NEEDED
+
+    def _see_sign(self, is_busy: bool) -> bool:
+        try:
+            listeners = find_listeners(self._server_pid)
+        except OSError:
+            return False  # not ours to look at: only the file tells
         if not self._listeners <= listeners:
             return True
         # The endpoints open one after the other, once all models are loaded: there may be more each time.
         self._listeners = listeners
         for listener in listeners if is_busy else ():
             answer = _probe(listener)
-            if answer.startswith(b"HTTP/"):
+            if answer is _Answer.HTTP:
                 self._http_listeners.add(listener)
-            elif answer == _NO_ANSWER and listener in self._http_listeners:
+            elif answer is _Answer.CLOSED and listener in self._http_listeners:
                 return True
         return False
 
@@ -88,17 +99,21 @@ def end_with_server() -> None:
     threading.Thread(target=wait_for_end, name="deepinfer-server-death", daemon=True).start()
 
 
-_TIMED_OUT = b"?"
-_NO_ANSWER = b""
+class _Answer(Enum):
+    HTTP = "http"
+    CLOSED = "closed"  # the connection, without a byte
+    OTHER = "other"  # another protocol, too slow, or an error of ours
 
 
-def _probe(listener: Listener) -> bytes:
-    """The first bytes of an answer; _NO_ANSWER for a connection that was closed without any."""
+def _probe(listener: Listener) -> _Answer:
     try:
         with socket.create_connection((listener.host, listener.port), _PROBE_TIMEOUT_S) as connection:
             connection.sendall(_PROBE)
-            return connection.recv(16)
-    except TimeoutError:
-        return _TIMED_OUT
+            answer = connection.recv(len(_HTTP))
+    except ConnectionError:
+        return _Answer.CLOSED
     except OSError:
-        return _NO_ANSWER
+        return _Answer.OTHER
+    if not answer:
+        return _Answer.CLOSED
+    return _Answer.HTTP if answer == _HTTP else _Answer.OTHER

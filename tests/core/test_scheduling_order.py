@@ -137,13 +137,17 @@ def test_latest_of_the_lowest_priority_is_preempted(worst: int, priorities: tupl
 
 def test_sequence_between_two_chunks_is_preempted_too() -> None:
     driver = SchedulerDriver(
-        num_blocks=8, max_num_batched_tokens=4, prefill_attempt_interval=6, enable_prefix_caching=False
+        num_blocks=8,
+        max_num_batched_tokens=4,
+        max_consecutive_prefills=1,
+        prefill_attempt_interval=6,
+        enable_prefix_caching=False,
     )
     running = driver.add("running", [2] * 4, 20, ignore_eos=True)
     driver.step()
-    driver.step()
-    chunked = driver.add("chunked", [3] * 20, 1)
+    chunked = driver.add("chunked", [3] * 16, 1)
     while driver.scheduler.num_preemptions == 0:
+        assert driver.lines[running].ended == ""
         driver.step()
     assert driver.inflight is not None
     assert driver.inflight.seq_ids == [running]

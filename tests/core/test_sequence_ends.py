@@ -247,7 +247,7 @@ def test_step_that_the_next_one_builds_on_must_give_exactly_one_token() -> None:
 
 
 def test_limits_are_checked_by_the_constructors() -> None:
-    limits: dict[str, int] = {
+    limits: dict[str, Any] = {
         "num_blocks": 4,
         "block_size": 4,
         "max_num_seqs": 1,

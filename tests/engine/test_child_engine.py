@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from deepinfer_backend import LLM, RequestOutput, SamplingParams
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.engine_client import ChildEngineClient
+from deepinfer_backend.engine.engine_client import ChildEngineClient, RequestFailure
 from deepinfer_backend.engine.messages import EngineRequest
 from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError
 from tests.support.models import make_random_model
@@ -60,15 +61,16 @@ def test_tokens_are_those_of_the_engine_in_this_process(client: ChildEngineClien
     outputs = collect(client, len(prompts))
     with LLM(decode_sequence=False, **config.model_dump(exclude_unset=True)) as llm:
         params = [SamplingParams(temperature=0, max_tokens=10 + index, ignore_eos=True) for index in range(6)]
-        expected = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        expected: Any = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     for index, result in enumerate(expected):
-        assert [o.token_id for o in outputs[str(index)]] == [o.token_id for o in result]  # type: ignore[union-attr]
+        assert [o.token_id for o in outputs[str(index)]] == [o.token_id for o in result]
 
 
 def test_refused_request_is_told_and_disturbs_nobody(client: ChildEngineClient) -> None:
     client.add_request(request("good", [5, 6, 7], 5))
     client.add_request(request("bad", [5] * 1024, 5))  # 64 blocks of 16 hold that many, and no output
-    failures, finished = [], False
+    failures: list[RequestFailure] = []
+    finished = False
     while not (failures and finished):
         round_outputs = client.get_outputs(TIMEOUT_S)
         assert round_outputs is not None
@@ -105,7 +107,7 @@ def test_death_is_told_at_once_and_again(client: ChildEngineClient, number: sign
 
 
 def test_engine_that_cannot_start_says_why(config: EngineConfig) -> None:
-    with pytest.raises(EngineError, match="max_model_len is 4096.*2048"):
+    with pytest.raises(EngineError, match=r"max_model_len is 4096.*2048"):
         ChildEngineClient(config.model_copy(update={"max_model_len": 4096}))
 
 

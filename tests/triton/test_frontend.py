@@ -223,13 +223,14 @@ def test_engine_death_answers_all_and_a_new_engine_serves(
     engine.die()
     for request in running:
         assert_failed(request, TritonError.INTERNAL, "INTERNAL: ")
+    assert not frontend.is_available()
     during = Request(input_ids=[1])
     frontend.accept([during])
     assert_failed(during, TritonError.UNAVAILABLE, "UNAVAILABLE: the engine is restarting")
     engines.may_start.set()
     new_engine = engines.next()
     assert engine.is_closed
-    wait_until(lambda: _is_available(frontend), 10, "available again")
+    wait_until(frontend.is_available, 10, "available again")
     assert_served(frontend, new_engine)
 
 
@@ -350,7 +351,7 @@ def test_drain_lets_requests_finish_then_ends_the_rest(
         quick_id, quick = start_request(frontend, engine)
         _, slow = start_request(frontend, engine)
         (tmp_path / "drain").touch()
-        wait_until(lambda: frontend._is_draining, 5, "draining")
+        wait_until(lambda: not frontend.is_available(), 5, "draining")
         late = Request(input_ids=[1])
         frontend.accept([late])
         assert_failed(late, TritonError.UNAVAILABLE, "shutting down")
@@ -366,11 +367,3 @@ def test_metrics_add_up_over_a_restart(frontend: Frontend, engine: FakeEngine, e
     engine.die()
     engines.next().step(stats=EngineStats(num_generation_tokens=3, num_steps=2))
     wait_until(lambda: sum(MetricFamily.values["deepinfer_generation_tokens_total"]) == 13, 5, "published")
-
-
-def _is_available(frontend: Frontend) -> bool:
-    try:
-        frontend._supervisor.check_available()
-    except Exception:
-        return False
-    return True

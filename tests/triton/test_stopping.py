@@ -28,7 +28,6 @@ from tests.support.triton_server import engine_process_ids, read_metrics, runnin
 ARGUMENTS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": 2048}
 ENDLESS = {"max_tokens": 1_900, "ignore_eos": True}
 EXIT_LIMIT_S = 15.0
-DRAIN_TIMEOUT_S = {"launcher": DEFAULT_DRAIN_TIMEOUT_S, "bare signal": 1.0}
 ANSWER_LIMIT_S = 2.0
 SERVE_AGAIN_LIMIT_S = 15.0
 
@@ -120,11 +119,16 @@ def tell_to_stop(server: TritonServer, told_by: str) -> None:
         assert server.wait(EXIT_LIMIT_S) is not None
 
 
-@pytest.mark.parametrize("told_by", ["launcher", "bare signal"])
-def test_sigterm_with_32_streams(tmp_path: Path, told_by: str) -> None:
+@pytest.mark.parametrize(
+    ("told_by", "num_http_streams", "drain_timeout_s"),
+    [("launcher", 4, DEFAULT_DRAIN_TIMEOUT_S), ("bare signal", 0, 1.0), ("bare signal", 4, 1.0)],
+)
+def test_sigterm_with_32_streams(tmp_path: Path, told_by: str, num_http_streams: int, drain_timeout_s: float) -> None:
     """A bare signal is what a server gets that was not started by our launcher."""
-    with running_server(tmp_path, {"deepinfer": ARGUMENTS}, drain_timeout_s=DRAIN_TIMEOUT_S[told_by]) as server:
-        requests = start_streams(server, 32)
+    with running_server(tmp_path, {"deepinfer": ARGUMENTS}, drain_timeout_s=drain_timeout_s) as server:
+        requests = start_streams(server, 32 - num_http_streams)
+        http_clients = [HttpStream(server) for _ in range(num_http_streams)]
+        wait_until(lambda: read_metrics(server)["deepinfer_requests_running"] == 32, 60, "all run")
         process_ids = server.process_ids()
         assert len(process_ids) >= 3 and server.shared_memory_regions()
         started_s = time.monotonic()
@@ -132,44 +136,38 @@ def test_sigterm_with_32_streams(tmp_path: Path, told_by: str) -> None:
         assert time.monotonic() - started_s < EXIT_LIMIT_S
         assert server.poll() == 0
         for request in requests:
-            responses = request.result(timeout_s=5)
-            assert request.rpc_error is None
-            if responses[-1].error is None:
-                stream_text(responses)
-            else:
-                assert stream_error(responses).startswith("UNAVAILABLE: ")
+            error = stream_error(request.result(timeout_s=5))
+            assert request.rpc_error is None and error.startswith("UNAVAILABLE: ")
+        for client in http_clients:
+            assert client.result()[-1]["error"].startswith("UNAVAILABLE: ")
         wait_until(lambda: not running_processes(process_ids), 2, "no process is left")
         assert server.shared_memory_regions() == []
 
 
-@pytest.mark.parametrize("told_by", ["launcher", "bare signal"])
-def test_sigterm_with_http_streams(tmp_path: Path, told_by: str) -> None:
-    with running_server(tmp_path, {"deepinfer": ARGUMENTS}, drain_timeout_s=1.0) as server:
-        events: list[list[dict[str, Any]]] = []
+class HttpStream(threading.Thread):
+    """One endless stream over HTTP."""
 
-        def ask() -> None:
-            events.append(http_stream(server, text_input="Number:", stream=True, **ENDLESS))
+    def __init__(self, server: TritonServer) -> None:
+        super().__init__(name="http-stream", daemon=True)
+        self._server = server
+        self._events: list[dict[str, Any]] = []
+        self.start()
 
-        clients = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
-        for client in clients:
-            client.start()
-        wait_until(lambda: read_metrics(server)["deepinfer_requests_running"] == 4, 30, "four run")
-        started_s = time.monotonic()
-        tell_to_stop(server, told_by)
-        assert time.monotonic() - started_s < EXIT_LIMIT_S
-        assert server.poll() == 0
-        for client in clients:
-            client.join(5)
-        assert len(events) == 4
-        for stream in events:
-            assert stream[-1].get("error", "").startswith("UNAVAILABLE: ") or stream[-1]["finish_reason"] == "length"
+    def run(self) -> None:
+        self._events = http_stream(self._server, text_input="Number:", stream=True, **ENDLESS)
+
+    def result(self) -> list[dict[str, Any]]:
+        """Its events, once it has ended."""
+        self.join(5)
+        assert not self.is_alive()
+        return self._events
 
 
-def test_a_killed_server_leaves_nothing_once_stopped(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_process_and_once_stopped_no_memory(tmp_path: Path) -> None:
     with running_server(tmp_path, {"deepinfer": ARGUMENTS}) as server:
         start_streams(server, 2)
         process_ids = server.process_ids()
         os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not running_processes(process_ids), 5, "stub and engine end by themselves")
         server.stop()
-        assert not running_processes(process_ids)
         assert server.shared_memory_regions() == []
