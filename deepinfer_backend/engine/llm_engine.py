@@ -55,7 +55,13 @@ class LLMEngine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         model_path = resolve_model(config.model)
-        model = TransformersModel(load_model(model_path, dtype, device, ATTENTION_NAME))
+        self.stream = open_stream(device)
+        # Whatever computes runs on the stream, from the first tensor on: were this thread to compute in parallel too,
+        # OpenMP would count two teams, more threads than cores, and send the device's to sleep between any two
+        # operations (20 ms a step on two cores).
+        model = self.stream.submit(
+            lambda: TransformersModel(load_model(model_path, dtype, device, ATTENTION_NAME))
+        ).result()
         block_size = resolve_block_size(config.block_size, device)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
         num_blocks = num_kv_blocks(
@@ -103,11 +109,10 @@ class LLMEngine:
             )
 
         kv_cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
-        self.stream = open_stream(device)
         self.worker = Worker(
             ModelRunner(model, kv_cache),
             self.stream,
-            (step_buffers(), step_buffers()),
+            (self.stream.submit(step_buffers).result(), self.stream.submit(step_buffers).result()),
             zero_overhead_scheduling=config.zero_overhead_scheduling,
             post_process=self.post_process,
             pre_sampler_sync=self.pre_sampler_sync,
