@@ -31,8 +31,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model_path: Path) -> list[int]:
     """The first 64 greedy tokens after PROMPT, past end tokens."""
     oracle = TransformersOracle(model_path)
-    oracle._model.generation_config.eos_token_id = None
-    return oracle.greedy(PROMPT, 64)
+    return oracle.greedy(PROMPT, 64, ignore_eos=True)
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ class TransformersOracle:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        """The new tokens, an end token included."""
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+        """The new tokens, an end token included unless they go on past it."""
         tokens = torch.tensor([list(prompt)])
+        ends = {"eos_token_id": None, "pad_token_id": 0} if ignore_eos else {}
         result = self._model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, do_sample=False
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, do_sample=False, **ends
         )
         return [int(token) for token in result[0, len(prompt) :]]
