@@ -154,7 +154,8 @@ class LLM:
             for delta, new_outputs in self._stream(requests):
                 texts[new_outputs[0].request_id] += delta.text
                 outputs[new_outputs[0].request_id] += new_outputs
-                progress.update(delta.finish_reason is not None)
+                if delta.finish_reason is not None:
+                    progress.update()
         if self.decode_sequence:
             return [texts[request.request_id] for request in requests]
         return [outputs[request.request_id] for request in requests]
