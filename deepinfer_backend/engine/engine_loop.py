@@ -61,12 +61,8 @@ class EngineLoop:
             self._take_in(wait=not is_busy)
             if self._is_shut_down:
                 return
-            if engine.has_unfinished_requests():
-                handles = engine.step()
-                is_drained = False
-            else:
-                handles = engine.flush_inflight_reqs()
-                is_drained = True
+            is_drained = not engine.has_unfinished_requests()
+            handles = engine.flush_inflight_reqs() if is_drained else engine.step()
             # Told also without outputs when drained: the frontend's gauges must not stay where work left them.
             if len(handles) or is_drained:
                 stats = engine.stats()

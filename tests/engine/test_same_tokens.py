@@ -132,9 +132,11 @@ def smollm2() -> tuple[Path, list[Case], list[list[int]]]:
     "engine_args",
     [
         {},
+        {"max_num_seqs": 1},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16384},
         {"zero_overhead_scheduling": False, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 0},
     ],
-    ids=["defaults", "no zos, small chunks, few blocks"],
+    ids=["defaults", "one at a time", "no prefix cache, large chunks", "no zos, small chunks, few blocks"],
 )
 def test_tokens_of_smollm2_equal_transformers(
     smollm2: tuple[Path, list[Case], list[list[int]]], engine_args: dict[str, Any]
