@@ -6,10 +6,11 @@ Names are vLLM's wherever the meaning is the same, so that a `model.json` of Tri
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deepinfer_backend.errors import ConfigError
 from deepinfer_backend.validation import describe_validation_error
@@ -75,12 +76,48 @@ class EngineConfig(BaseModel):
         "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0 in the environment turns it off.",
     )
     seed: int = Field(0, ge=0, le=2**64 - 1, description="Seed of requests that bring none.")
+    skip_tokenizer_init: bool = Field(
+        False, description="Load no tokenizer: requests bring input_ids and get token_ids, with detokenize=false."
+    )
+    lora_modules: dict[str, str] = Field(
+        default_factory=dict, description="Name → folder of each LoRA adapter (PEFT) that requests may ask for."
+    )
+    max_loras: int = Field(
+        8, ge=1, le=1024, description="Adapters in memory; the one that was not used for longest is unloaded first."
+    )
+    max_lora_rank: int = Field(64, ge=1, le=4096, description="The highest rank of an adapter.")
+    max_n: int = Field(64, ge=1, le=2**16, description="The most sequences (n) of one request.")
+    max_beam_width: int = Field(16, ge=1, le=2**16, description="The most beams of one request.")
+    max_logprobs: int = Field(20, ge=0, le=1024, description="The most logprobs and prompt_logprobs per token.")
+    max_logit_bias_entries: int = Field(1024, ge=0, description="The most entries of a request's logit_bias.")
+    max_stop_strings: int = Field(64, ge=0, le=1024, description="The most stop strings of a request.")
+    max_bad_words: int = Field(64, ge=0, le=1024, description="The most bad_words of a request.")
+    max_grammar_bytes: int = Field(
+        65_536, ge=1, description="The largest schema, expression, list of choices or grammar, in UTF-8."
+    )
+    grammar_compile_timeout_s: float = Field(
+        10.0, gt=0.0, le=3600.0, description="Seconds that compiling one grammar may take."
+    )
+    max_message_bytes: int = Field(
+        1_048_576, ge=1, description="The largest messages, tools or chat_template_kwargs input, in UTF-8."
+    )
     max_engine_restarts: int = Field(
         5, ge=0, le=1000, description="Engine restarts within ten minutes before the model gives up."
     )
     stats_interval_s: float = Field(
         10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
     )
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _read_json(cls, value: Any) -> Any:
+        """The command line has strings only."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError('must be a JSON object such as {"name": "folder"}') from None
 
     def __init__(self, **fields: Any) -> None:
         try:

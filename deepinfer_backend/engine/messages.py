@@ -15,20 +15,57 @@ from deepinfer_backend.sampling_params import SamplingParams
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
+class EmbeddingParams(msgspec.Struct, frozen=True):
+    """How a prompt's embedding is made: its first `dimensions` numbers, all if None, scaled to length 1."""
+
+    dimensions: int | None = None
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """A request as the engine takes it: checked token ids and valid sampling parameters.
 
     `request_id` is unique among the engine's live requests. `priority`: a lower value goes first.
+    `bad_words_token_ids`: the token sequences that the output must not contain. `embedding`: asks for the prompt's
+    embedding, not for tokens.
     """
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]
     sampling_params: SamplingParams
     priority: int = 0
+    bad_words_token_ids: list[list[int]] = []
+    embedding: EmbeddingParams | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Log-probabilities of a prompt's tokens but the first; comes before the request's first output.
+
+    token_ids, ranks: int32 and logprobs: float32, each [num_prompt_tokens - 1, 1 + k] in native order: the prompt's own
+    token, then the k likeliest, best first.
+    """
+
+    request_id: str
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class Embedding(msgspec.Struct, frozen=True, tag=True):
+    """A prompt's pooled hidden state, not normalized: float32 in native order; comes before the request's output."""
+
+    request_id: str
+    values: bytes
+
+
+RequestResult = PromptLogprobs | Embedding
+"""What an engine tells about a request besides its tokens."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a frontend must know of a ready engine to check requests at its own door."""
+    """What a frontend must know of a ready engine to check requests at its own door.
+
+    `default_sampling_params`: what the model's generation_config says about fields that a request leaves out.
+    """
 
     model_path: str
     max_model_len: int
@@ -37,6 +74,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int
     device: str
     dtype: str
+    hidden_size: int = 0
+    default_sampling_params: dict[str, float | int] = {}
 
 
 class EngineStats(msgspec.Struct, frozen=True):
