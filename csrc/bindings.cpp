@@ -22,6 +22,7 @@ namespace {
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using Handles = py::array_t<uint64_t, py::array::c_style>;
 using TokenIds = py::array_t<int32_t, py::array::c_style>;
+using Floats = py::array_t<float, py::array::c_style>;
 
 template <typename T>
 py::array_t<T> to_array(const std::vector<T>& values) {
@@ -32,7 +33,7 @@ py::array_t<T> to_array(const std::vector<T>& values) {
 
 struct BoundStepArrays {
   StepArrays arrays;
-  std::array<py::array, 14> owners;  // keep the memory that `arrays` points into
+  std::array<py::array, 15> owners;  // keep the memory that `arrays` points into
 };
 
 // An array's memory after checking all that `write` relies on. shape: the wanted extents, -1 for any.
@@ -57,8 +58,8 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& in
                                  const py::array& slot_mapping, const py::array& query_start_loc,
                                  const py::array& seq_lens, const py::array& block_tables,
                                  const py::array& logits_indices, const py::array& temperature, const py::array& top_k,
-                                 const py::array& top_p, const py::array& uniforms, const py::array& banned_rows,
-                                 const py::array& banned_token_ids) {
+                                 const py::array& top_p, const py::array& min_p, const py::array& uniforms,
+                                 const py::array& banned_rows, const py::array& banned_token_ids) {
   StepArrays arrays;
   arrays.token_ids = checked_data<int32_t>("token_ids", token_ids, {-1});
   arrays.seq_lens = checked_data<int32_t>("seq_lens", seq_lens, {-1});
@@ -69,20 +70,76 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& in
   arrays.slot_mapping = checked_data<int64_t>("slot_mapping", slot_mapping, {tokens});
   arrays.query_start_loc = checked_data<int32_t>("query_start_loc", query_start_loc, {seqs + 1});
   arrays.block_tables = checked_data<int32_t>("block_tables", block_tables, {seqs, -1});
-  arrays.logits_indices = checked_data<int64_t>("logits_indices", logits_indices, {seqs});
+  arrays.logits_indices = checked_data<int64_t>("logits_indices", logits_indices, {-1});
   arrays.temperature = checked_data<float>("temperature", temperature, {seqs});
   arrays.top_k = checked_data<int32_t>("top_k", top_k, {seqs});
   arrays.top_p = checked_data<float>("top_p", top_p, {seqs});
+  arrays.min_p = checked_data<float>("min_p", min_p, {seqs});
   arrays.uniforms = checked_data<double>("uniforms", uniforms, {seqs});
   arrays.banned_rows = checked_data<int64_t>("banned_rows", banned_rows, {-1});
   arrays.banned_token_ids = checked_data<int64_t>("banned_token_ids", banned_token_ids, {banned_rows.shape(0)});
   arrays.max_num_tokens = static_cast<size_t>(tokens);
   arrays.max_num_seqs = static_cast<size_t>(seqs);
   arrays.max_blocks_per_seq = static_cast<size_t>(block_tables.shape(1));
+  arrays.max_num_logits = static_cast<size_t>(logits_indices.shape(0));
+  if (arrays.max_num_logits == 0) throw py::value_error("logits_indices: must have room for one row at least");
   arrays.max_num_banned = static_cast<size_t>(banned_rows.shape(0));
   return {arrays,
           {token_ids, inflight_rows, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
-           temperature, top_k, top_p, uniforms, banned_rows, banned_token_ids}};
+           temperature, top_k, top_p, min_p, uniforms, banned_rows, banned_token_ids}};
+}
+
+// ---- logprobs of a step ----
+
+struct BoundStepLogprobs {
+  StepLogprobs logprobs;
+  std::array<py::array, 5> owners;  // keep the memory that `logprobs` points into
+};
+
+BoundStepLogprobs make_step_logprobs(const TokenIds& rows, const Floats& logprobs, const TokenIds& ranks,
+                                     const TokenIds& top_token_ids, const Floats& top_logprobs) {
+  if (rows.ndim() != 1 || top_token_ids.ndim() != 2) throw py::value_error("logprobs: rows [m], top_token_ids [m, k]");
+  const py::ssize_t num_rows = rows.shape(0), num_top = top_token_ids.shape(1);
+  const auto has_shape = [](const py::array& array, const std::vector<py::ssize_t>& shape) {
+    return std::vector<py::ssize_t>(array.shape(), array.shape() + array.ndim()) == shape;
+  };
+  if (!has_shape(logprobs, {num_rows}) || !has_shape(ranks, {num_rows}) ||
+      !has_shape(top_token_ids, {num_rows, num_top}) || !has_shape(top_logprobs, {num_rows, num_top})) {
+    throw py::value_error("logprobs: the arrays' shapes do not match");
+  }
+  return {{static_cast<size_t>(num_rows), static_cast<size_t>(num_top), rows.data(), logprobs.data(), ranks.data(),
+           top_token_ids.data(), top_logprobs.data()},
+          {rows, logprobs, ranks, top_token_ids, top_logprobs}};
+}
+
+// One output per token of a sequence that was put together outside the scheduler.
+py::array_t<uint64_t> add_sequence(RequestOutputPool& pool, const std::string& request_id, int32_t sequence_index,
+                                   const std::vector<int32_t>& token_ids, const std::vector<float>& logprobs,
+                                   FinishReason finish_reason, int32_t stop_token_id, int64_t num_prompt_tokens,
+                                   int64_t num_cached_tokens, int64_t first_scheduled_time_ns) {
+  if (token_ids.empty() || logprobs.size() != token_ids.size()) {
+    throw py::value_error("token_ids: must have one entry at least, and logprobs as many");
+  }
+  std::vector<uint64_t> handles;
+  for (size_t i = 0; i < token_ids.size(); ++i) {
+    handles.push_back(pool.acquire());
+    const bool is_last = i + 1 == token_ids.size();
+    RequestOutput& output = pool.get(handles.back());
+    output = RequestOutput();
+    output.request_id = request_id;
+    output.seq_id = -1;
+    output.sequence_index = sequence_index;
+    output.output_index = static_cast<int64_t>(i);
+    output.token_id = token_ids[i];
+    output.finished = is_last;
+    output.finish_reason = is_last ? finish_reason : FinishReason::kNone;
+    output.stop_token_id = is_last ? stop_token_id : -1;
+    output.num_prompt_tokens = num_prompt_tokens;
+    output.num_cached_tokens = num_cached_tokens;
+    output.first_scheduled_time_ns = first_scheduled_time_ns;
+    output.logprob = logprobs[i];
+  }
+  return to_array(handles);
 }
 
 // ---- metadata: a handle and its pool, resolved at every read ----
@@ -123,7 +180,8 @@ void bind_options(py::module_& m) {
                               "What the core needs to know of a request's sampling parameters.")
       .def(py::init([](int64_t max_tokens, int64_t min_tokens, std::vector<int32_t> eos_token_ids,
                        std::vector<int32_t> stop_token_ids, bool ignore_eos, float temperature, int32_t top_k,
-                       float top_p, uint64_t seed) {
+                       float top_p, float min_p, uint64_t seed, int32_t n, int32_t num_logprobs, bool prompt_logprobs,
+                       bool is_tracked, bool is_beam, int32_t lora_slot) {
              SamplingOptions options{max_tokens,
                                      min_tokens,
                                      std::move(eos_token_ids),
@@ -132,23 +190,32 @@ void bind_options(py::module_& m) {
                                      temperature,
                                      top_k,
                                      top_p,
-                                     seed};
+                                     min_p,
+                                     seed,
+                                     n,
+                                     num_logprobs,
+                                     prompt_logprobs,
+                                     is_tracked,
+                                     is_beam,
+                                     lora_slot};
              options.validate();
              return options;
            }),
            py::kw_only(), "max_tokens"_a, "min_tokens"_a = 0, "eos_token_ids"_a = std::vector<int32_t>(),
            "stop_token_ids"_a = std::vector<int32_t>(), "ignore_eos"_a = false, "temperature"_a = 0.0f, "top_k"_a = 0,
-           "top_p"_a = 1.0f, "seed"_a = 0);
+           "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "n"_a = 1, "num_logprobs"_a = -1,
+           "prompt_logprobs"_a = false, "is_tracked"_a = false, "is_beam"_a = false, "lora_slot"_a = 0);
 
   py::class_<SchedulerConfig>(m, "SchedulerConfig", py::is_final(), "Limits of the scheduler.")
       .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs, int64_t max_num_batched_tokens,
-                       int64_t max_model_len, bool enable_prefix_caching, int64_t max_consecutive_prefills,
-                       int64_t prefill_attempt_interval, uint64_t hash_seed) {
+                       int64_t max_model_len, int64_t max_num_prompt_logits, bool enable_prefix_caching,
+                       int64_t max_consecutive_prefills, int64_t prefill_attempt_interval, uint64_t hash_seed) {
              SchedulerConfig config{num_blocks,
                                     block_size,
                                     max_num_seqs,
                                     max_num_batched_tokens,
                                     max_model_len,
+                                    max_num_prompt_logits,
                                     enable_prefix_caching,
                                     max_consecutive_prefills,
                                     prefill_attempt_interval,
@@ -157,7 +224,8 @@ void bind_options(py::module_& m) {
              return config;
            }),
            py::kw_only(), "num_blocks"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a,
-           "max_model_len"_a, "enable_prefix_caching"_a = SchedulerConfig().enable_prefix_caching,
+           "max_model_len"_a, "max_num_prompt_logits"_a = SchedulerConfig().max_num_prompt_logits,
+           "enable_prefix_caching"_a = SchedulerConfig().enable_prefix_caching,
            "max_consecutive_prefills"_a = SchedulerConfig().max_consecutive_prefills,
            "prefill_attempt_interval"_a = SchedulerConfig().prefill_attempt_interval,
            "hash_seed"_a = SchedulerConfig().hash_seed);
@@ -167,7 +235,11 @@ void bind_batch(py::module_& m) {
   py::class_<BoundStepArrays>(m, "StepArrays", py::is_final(), "The Worker's own host buffers, filled in place.")
       .def(py::init(&make_step_arrays), py::kw_only(), "token_ids"_a, "inflight_rows"_a, "positions"_a,
            "slot_mapping"_a, "query_start_loc"_a, "seq_lens"_a, "block_tables"_a, "logits_indices"_a, "temperature"_a,
-           "top_k"_a, "top_p"_a, "uniforms"_a, "banned_rows"_a, "banned_token_ids"_a);
+           "top_k"_a, "top_p"_a, "min_p"_a, "uniforms"_a, "banned_rows"_a, "banned_token_ids"_a);
+
+  py::class_<BoundStepLogprobs>(m, "StepLogprobs", py::is_final(), "Probabilities of the tokens that a step sampled.")
+      .def(py::init(&make_step_logprobs), py::kw_only(), "rows"_a, "logprobs"_a, "ranks"_a, "top_token_ids"_a,
+           "top_logprobs"_a);
 
   py::class_<BoundMetadata>(m, "SequenceMetadata", py::is_final(),
                             "One sequence's part in one step; reading one whose step is over raises LookupError.")
@@ -199,6 +271,7 @@ void bind_batch(py::module_& m) {
       .def_property_readonly("num_seqs", &ScheduledBatch::num_seqs)
       .def_property_readonly("num_tokens", &ScheduledBatch::num_tokens)
       .def_property_readonly("num_sampled", &ScheduledBatch::num_sampled)
+      .def_property_readonly("num_prompt_logits", &ScheduledBatch::num_prompt_logits)
       .def_property_readonly("num_banned", &ScheduledBatch::num_banned)
       .def_readonly("max_query_len", &ScheduledBatch::max_query_len)
       .def_readonly("max_seq_len", &ScheduledBatch::max_seq_len)
@@ -206,6 +279,20 @@ void bind_batch(py::module_& m) {
       .def_readonly("all_greedy", &ScheduledBatch::all_greedy)
       .def_readonly("any_top_k", &ScheduledBatch::any_top_k)
       .def_readonly("any_top_p", &ScheduledBatch::any_top_p)
+      .def_readonly("any_min_p", &ScheduledBatch::any_min_p)
+      .def_readonly("any_lora", &ScheduledBatch::any_lora)
+      .def_property_readonly("lora_slots", [](const ScheduledBatch& self) { return to_array(self.lora_slots); })
+      .def_property_readonly("tracked_rows", [](const ScheduledBatch& self) { return to_array(self.tracked_rows); })
+      .def_property_readonly("tracked_seq_ids",
+                             [](const ScheduledBatch& self) { return to_array(self.tracked_seq_ids); })
+      .def_property_readonly("prompt_logits",
+                             [](const ScheduledBatch& self) {
+                               static_assert(sizeof(PromptLogitsSpan) == 3 * sizeof(int64_t));
+                               const auto num_spans = static_cast<py::ssize_t>(self.prompt_logits.size());
+                               return py::array_t<int64_t>(
+                                   {num_spans, py::ssize_t{3}},
+                                   num_spans == 0 ? nullptr : &self.prompt_logits.front().seq_id);
+                             })
       .def_readonly("num_preempted", &ScheduledBatch::num_preempted)
       .def_readonly("num_cached_tokens", &ScheduledBatch::num_cached_tokens)
       .def_property_readonly("block_copies",
@@ -234,6 +321,17 @@ void bind_outputs(py::module_& m) {
       .def_readonly("stop_token_id", &RequestOutput::stop_token_id)
       .def_readonly("num_prompt_tokens", &RequestOutput::num_prompt_tokens)
       .def_readonly("num_cached_tokens", &RequestOutput::num_cached_tokens)
+      .def_readonly("first_scheduled_time_ns", &RequestOutput::first_scheduled_time_ns)
+      .def_readonly("logprob", &RequestOutput::logprob)
+      .def_readonly("rank", &RequestOutput::rank)
+      .def_property_readonly("top_logprobs",
+                             [](const RequestOutput& self) {
+                               std::vector<std::pair<int32_t, float>> pairs;
+                               for (const TokenLogprob& top : self.top_logprobs) {
+                                 pairs.emplace_back(top.token_id, top.logprob);
+                               }
+                               return pairs;
+                             })
       .def_static("clone", &RequestOutputPool::copy_from_any, "handle"_a, "A copy that outlives the step.")
       .def_static(
           "unpack", [](const py::bytes& data) { return unpack(data); }, "data"_a,
@@ -268,6 +366,9 @@ void bind_outputs(py::module_& m) {
             for (py::ssize_t i = 0; i < handles.size(); ++i) self.release(handles.data()[i]);
           },
           "handles"_a)
+      .def("add_sequence", &add_sequence, py::kw_only(), "request_id"_a, "sequence_index"_a, "token_ids"_a,
+           "logprobs"_a, "finish_reason"_a, "stop_token_id"_a, "num_prompt_tokens"_a, "num_cached_tokens"_a,
+           "first_scheduled_time_ns"_a)
       .def_property_readonly("num_in_use", &RequestOutputPool::num_in_use);
 }
 
@@ -298,7 +399,10 @@ void bind_scheduler(py::module_& m) {
           },
           "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "")
       .def("fork_seq", &Scheduler::fork_seq, "seq_id"_a, py::kw_only(), "seed"_a)
-      .def("abort_request", &Scheduler::abort_request, "request_id"_a)
+      .def("append_token", &Scheduler::append_token, "seq_id"_a, "token_id"_a)
+      .def("abort_seq", &Scheduler::abort_seq, "seq_id"_a)
+      .def("abort_request", &Scheduler::abort_request, "request_id"_a,
+           "sequence_index"_a = int32_t{Scheduler::kAllSequences})
       .def(
           "schedule",
           [](Scheduler& self, const std::shared_ptr<SequenceMetadataPool>& pool) {
@@ -312,7 +416,8 @@ void bind_scheduler(py::module_& m) {
           "pool"_a)
       .def(
           "process_outputs",
-          [](Scheduler& self, ScheduledBatch& outputs, const TokenIds& token_ids, const TokenIds& num_tokens) {
+          [](Scheduler& self, ScheduledBatch& outputs, const TokenIds& token_ids, const TokenIds& num_tokens,
+             const BoundStepLogprobs* logprobs) {
             if (token_ids.ndim() != 2) throw py::value_error("token_ids: must have the shape [num_sampled, width]");
             if (num_tokens.ndim() != 1 || num_tokens.shape(0) != token_ids.shape(0)) {
               throw py::value_error("num_tokens: must have one entry per row of token_ids");
@@ -321,13 +426,21 @@ void bind_scheduler(py::module_& m) {
             const auto width = static_cast<size_t>(token_ids.shape(1));
             const int32_t* ids = token_ids.data();
             const int32_t* counts = num_tokens.data();
+            const StepLogprobs step_logprobs = logprobs == nullptr ? StepLogprobs() : logprobs->logprobs;
             const py::gil_scoped_release release;
-            self.process_outputs(outputs, ids, num_rows, width, counts);
+            self.process_outputs(outputs, ids, num_rows, width, counts, step_logprobs);
           },
-          "outputs"_a, "token_ids"_a, "num_tokens"_a)
+          "outputs"_a, "token_ids"_a, "num_tokens"_a, py::kw_only(), "logprobs"_a = nullptr)
       .def("build_request_outputs", returning_handles(&Scheduler::build_request_outputs), "outputs"_a, "pool"_a)
       .def("fail_step", returning_handles(&Scheduler::fail_step), "outputs"_a, "pool"_a)
       .def("free_finished_seqs", &Scheduler::free_finished_seqs, ReleaseGil())
+      .def("take_forks",
+           [](Scheduler& self) {
+             std::vector<std::pair<int64_t, int64_t>> forks;
+             for (const Fork& fork : self.take_forks()) forks.emplace_back(fork.parent_id, fork.child_id);
+             return forks;
+           })
+      .def("take_freed_seq_ids", &Scheduler::take_freed_seq_ids)
       .def("has_unfinished_seqs", &Scheduler::has_unfinished_seqs)
       .def_property_readonly("num_unfinished_requests", &Scheduler::num_unfinished_requests)
       .def_property_readonly("num_waiting", &Scheduler::num_waiting)

@@ -27,7 +27,11 @@ class SamplingOptions:
     """What the core needs to know of a request's sampling parameters.
 
     `eos_token_ids` and `stop_token_ids` end a sequence once `min_tokens` are out; `ignore_eos` lets it pass the first.
-    `seed` feeds one uniform number per output position, so that tokens do not depend on the batch.
+    `seed` feeds one uniform number per output position, so that tokens do not depend on the batch. With `n` sequences
+    all but the first are forked when the prompt is computed; sequence i samples with `seed + i`. `num_logprobs`: how
+    many of a step's likeliest tokens an output carries; -1 is none, and no log-probability of its own. Steps give
+    logits for each token of the prompt with `prompt_logprobs`. `is_tracked`: the Worker keeps a state for each of its
+    sequences. `is_beam`: sequences are held after each step, until `append_token`. `lora_slot`: 0 is none.
 
     Raises:
         ValueError: a value is out of its range; among them `min_tokens` above `max_tokens`.
@@ -44,7 +48,14 @@ class SamplingOptions:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
+        n: int = 1,
+        num_logprobs: int = -1,
+        prompt_logprobs: bool = False,
+        is_tracked: bool = False,
+        is_beam: bool = False,
+        lora_slot: int = 0,
     ) -> None: ...
 
 @final
@@ -63,6 +74,7 @@ class SchedulerConfig:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_num_prompt_logits: int = 1,
         enable_prefix_caching: bool = True,
         max_consecutive_prefills: int = 2,
         prefill_attempt_interval: int = 1,
@@ -73,7 +85,8 @@ class SchedulerConfig:
 class StepArrays:
     """The Worker's own host buffers, which `SchedulerOutputs.write` fills in place.
 
-    T = max_num_batched_tokens, S = max_num_seqs, B = max_blocks_per_seq, M = capacity of the mask list.
+    T = max_num_batched_tokens, S = max_num_seqs, B = max_blocks_per_seq, L = S + max_num_prompt_logits, M = capacity of
+    the mask list.
 
     Raises (constructor):
         ValueError: an array has the wrong dtype or shape, is not C-contiguous, or is read-only.
@@ -89,13 +102,32 @@ class StepArrays:
         query_start_loc: NDArray[np.int32],  # [S + 1]
         seq_lens: NDArray[np.int32],  # [S] keys of each sequence, this step's included
         block_tables: NDArray[np.int32],  # [S, B] rows padded with block 0
-        logits_indices: NDArray[np.int64],  # [S] index into the tokens of each row that samples
-        temperature: NDArray[np.float32],  # [S] one per row that samples, as are the next three
+        logits_indices: NDArray[np.int64],  # [L] index into the tokens of each row that samples, then of prompt tokens
+        temperature: NDArray[np.float32],  # [S] one per row that samples, as are the next four
         top_k: NDArray[np.int32],  # [S] 0 = off
         top_p: NDArray[np.float32],  # [S]
+        min_p: NDArray[np.float32],  # [S] 0 = off
         uniforms: NDArray[np.float64],  # [S] in [0, 1), from (seed, output position)
         banned_rows: NDArray[np.int64],  # [M] sampled row, and
         banned_token_ids: NDArray[np.int64],  # [M] the token it must not sample (min_tokens)
+    ) -> None: ...
+
+@final
+class StepLogprobs:
+    """Probabilities of the tokens that a step sampled, for the rows that asked for them.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: NDArray[np.int32],  # [m] sampled rows, ascending
+        logprobs: NDArray[np.float32],  # [m] of the token that was sampled
+        ranks: NDArray[np.int32],  # [m] its rank, 1 is the likeliest
+        top_token_ids: NDArray[np.int32],  # [m, k] the likeliest, best first
+        top_logprobs: NDArray[np.float32],  # [m, k]
     ) -> None: ...
 
 @final
@@ -128,12 +160,19 @@ class SchedulerOutputs:
     num_seqs: int
     num_tokens: int
     num_sampled: int  # rows that sample, in batch order
+    num_prompt_logits: int  # rows of logits that follow the sampled ones
     max_query_len: int
     max_seq_len: int
     max_num_blocks: int  # longest block table of the batch
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool
+    any_min_p: bool
+    any_lora: bool
+    lora_slots: NDArray[np.int32]  # [num_seqs]
+    tracked_rows: NDArray[np.int32]  # [num_tracked] sampled rows whose sequences are tracked, ascending
+    tracked_seq_ids: NDArray[np.int64]  # [num_tracked]
+    prompt_logits: NDArray[np.int64]  # [num_spans, 3] (sequence, first position, number of tokens), in order of rows
     num_banned: int
     num_preempted: int  # sequences that had to give up their blocks for this batch
     num_cached_tokens: int  # prompt tokens found in the prefix cache by this batch
@@ -141,8 +180,9 @@ class SchedulerOutputs:
     def write(self, arrays: StepArrays) -> None:
         """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_banned` entries of each array.
 
-        Rows of `block_tables` are padded with block 0 up to `max_num_blocks`; what lies behind is left as it was. When
-        no row samples, `logits_indices[0]` is 0, so that a forward that must ask for one row asks for one that exists.
+        `logits_indices` has `num_prompt_logits` more. Rows of `block_tables` are padded with block 0 up to
+        `max_num_blocks`; what lies behind is left as it was. When no logits are asked for, `logits_indices[0]` is 0, so
+        that a forward that must ask for one row asks for one that exists.
 
         Raises:
             ValueError: an array is too small for the step; then none was written.
@@ -163,6 +203,10 @@ class RequestOutput:
     stop_token_id: int  # the end or stop token that ended it, else -1
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens that came from the prefix cache
+    first_scheduled_time_ns: int  # of CLOCK_MONOTONIC
+    logprob: float  # the model's own log-probability of the token; NaN unless asked for, as are the next two
+    rank: int  # of the token among all, 1 is the likeliest; else 0
+    top_logprobs: list[tuple[int, float]]  # the likeliest tokens, best first; else none
     @staticmethod
     def clone(handle: int | np.uint64) -> RequestOutput:
         """A copy that outlives the step.
@@ -186,6 +230,24 @@ class RequestOutputPool:
     def clone(self, handles: NDArray[np.uint64]) -> list[RequestOutput]: ...
     def pack(self, handles: NDArray[np.uint64]) -> bytes:
         """All of them in one length-checked buffer, for another process."""
+    def add_sequence(
+        self,
+        *,
+        request_id: str,
+        sequence_index: int,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish_reason: FinishReason,
+        stop_token_id: int,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        first_scheduled_time_ns: int,
+    ) -> NDArray[np.uint64]:
+        """The outputs, one per token, of a finished sequence that was put together outside the scheduler.
+
+        Raises:
+            ValueError: there is no token, or not one log-probability for each.
+        """
     def release(self, handles: NDArray[np.uint64]) -> None:
         """Gives them back; using one afterwards raises LookupError, as does releasing it twice."""
     @property
@@ -215,7 +277,7 @@ class Scheduler:
             ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use.
         """
     def fork_seq(self, seq_id: int, *, seed: int) -> int:
-        """A copy of a prompted or running sequence that shares its blocks until one of them writes.
+        """A copy of a prompted, running or held sequence that shares its blocks until one of them writes.
 
         It belongs to the same request, with its priority and place in line. When `max_num_seqs` sequences hold blocks
         already it waits without any and recomputes, like a preempted one.
@@ -224,8 +286,19 @@ class Scheduler:
             LookupError: no such sequence.
             ValueError: it has not finished its prefill, or has tokens in flight.
         """
-    def abort_request(self, request_id: str) -> bool:
-        """Ends all sequences of the request; no output of theirs comes out any more. False if unknown (or ended).
+    def append_token(self, seq_id: int, token_id: int) -> None:
+        """Gives a held sequence its next token and lets it go on; no output comes of it.
+
+        Raises:
+            LookupError: no such sequence.
+            ValueError: it is not held, or the token id is negative.
+        """
+    def abort_seq(self, seq_id: int) -> bool:
+        """Ends one sequence; no output of it comes out any more. False if unknown (or ended)."""
+    def abort_request(self, request_id: str, sequence_index: int = -1) -> bool:
+        """Ends all sequences of the request, or the one with this index; no output of theirs comes out any more.
+
+        False if unknown (or ended).
 
         Blocks are freed once no step in flight refers to them.
         """
@@ -239,14 +312,19 @@ class Scheduler:
             RuntimeError: more than that is in flight.
         """
     def process_outputs(
-        self, outputs: SchedulerOutputs, token_ids: NDArray[np.int32], num_tokens: NDArray[np.int32]
+        self,
+        outputs: SchedulerOutputs,
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        *,
+        logprobs: StepLogprobs | None = None,
     ) -> None:
         """Appends what the step sampled and checks the stop conditions.
 
         token_ids: [num_sampled, width]; row i holds `num_tokens[i]` new tokens of the i-th row that samples.
         Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps must come in order. A row may
         have no token (the next step samples it again) or several (the next step computes all of them), unless a step
-        launched after this one builds on it: then exactly one.
+        launched after this one builds on it: then exactly one, as has a row with logprobs. A beam's row is held.
 
         Raises:
             ValueError: shapes or counts do not match the step, or the step was processed already; nothing has changed.
@@ -260,6 +338,10 @@ class Scheduler:
         """
     def free_finished_seqs(self) -> None:
         """Frees the blocks of ended sequences that no step in flight refers to."""
+    def take_forks(self) -> list[tuple[int, int]]:
+        """(parent, child) of the tracked sequences that were forked for a request's `n` since the last call."""
+    def take_freed_seq_ids(self) -> list[int]:
+        """The tracked sequences that were freed since the last call."""
     def has_unfinished_seqs(self) -> bool: ...
     @property
     def num_unfinished_requests(self) -> int: ...

@@ -38,10 +38,11 @@ int BlockManager::num_blocks_for(int64_t num_tokens) const {
   return static_cast<int>((num_tokens + block_size_ - 1) / block_size_);
 }
 
-Admission BlockManager::plan(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt) {
+Admission BlockManager::plan(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt,
+                             bool may_reuse) {
   found_.clear();
   Admission admission{0, num_blocks_for(static_cast<int64_t>(tokens.size()))};
-  if (!enable_prefix_caching_) return admission;
+  if (!enable_prefix_caching_ || !may_reuse) return admission;
   const size_t max_found = (tokens.size() - 1) / static_cast<size_t>(block_size_);
   uint64_t parent_id = 0;
   for (size_t i = 0; i < max_found; ++i) {

@@ -47,8 +47,10 @@ class BlockManager {
   [[nodiscard]] int num_used_blocks() const { return num_blocks_ - num_free_; }
   [[nodiscard]] int num_blocks_for(int64_t num_tokens) const;
 
-  // What `allocate` would do for a table without blocks. At least one token is never found: it must be computed.
-  [[nodiscard]] Admission plan(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt);
+  // What `allocate` would do for a table without blocks. At least one token is never found: it must be computed. With
+  // `may_reuse` false, all must.
+  [[nodiscard]] Admission plan(BlockTable& table, const std::vector<int32_t>& tokens, const std::string& salt,
+                               bool may_reuse);
   // Blocks for all of `tokens`, cached ones first. Call it right after the `plan` that showed that they are there.
   void allocate(BlockTable& table, const std::vector<int32_t>& tokens, const Admission& admission);
   // Gives all of them back; what is cached stays findable.

@@ -20,21 +20,27 @@ struct PackedOutput {
   int64_t output_index;
   int64_t num_prompt_tokens;
   int64_t num_cached_tokens;
+  int64_t first_scheduled_time_ns;
   int32_t sequence_index;
   int32_t token_id;
   int32_t stop_token_id;
-  uint32_t request_id_bytes;  // they follow this struct
+  int32_t rank;
+  uint32_t logprob;           // a float's bits: two floats may be equal without having the same
+  uint32_t request_id_bytes;  // they follow this struct, then the likeliest tokens
+  uint32_t num_top_logprobs;
   uint8_t finished;
   uint8_t finish_reason;
-  uint8_t padding[6];
+  uint8_t padding[2];
 };
+
+static_assert(sizeof(TokenLogprob) == sizeof(int32_t) + sizeof(float));
 
 // Copied byte by byte: padding that the compiler adds would carry whatever was in memory.
 static_assert(std::has_unique_object_representations_v<PackedHeader>);
 static_assert(std::has_unique_object_representations_v<PackedOutput>);
 
 constexpr uint32_t kMagic = 0x4f524944;  // "DIRO"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 template <typename T>
 void append(std::string& data, const T& value) {
@@ -73,27 +79,35 @@ class Reader {
 std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles) {
   PackedHeader header{kMagic, kVersion, num_handles, sizeof(PackedHeader)};
   for (size_t i = 0; i < num_handles; ++i) {
-    const std::string& request_id = pool.get(handles[i]).request_id;
-    if (request_id.size() > std::numeric_limits<uint32_t>::max()) refuse("a request id is too long");
-    header.num_bytes += sizeof(PackedOutput) + request_id.size();
+    const RequestOutput& output = pool.get(handles[i]);
+    if (output.request_id.size() > std::numeric_limits<uint32_t>::max()) refuse("a request id is too long");
+    header.num_bytes += sizeof(PackedOutput) + output.request_id.size();
+    header.num_bytes += output.top_logprobs.size() * sizeof(TokenLogprob);
   }
   std::string data;
   data.reserve(header.num_bytes);
   append(data, header);
   for (size_t i = 0; i < num_handles; ++i) {
     const RequestOutput& output = pool.get(handles[i]);
+    uint32_t logprob_bits;
+    std::memcpy(&logprob_bits, &output.logprob, sizeof(logprob_bits));
     append(data, PackedOutput{output.seq_id,
                               output.output_index,
                               output.num_prompt_tokens,
                               output.num_cached_tokens,
+                              output.first_scheduled_time_ns,
                               output.sequence_index,
                               output.token_id,
                               output.stop_token_id,
+                              output.rank,
+                              logprob_bits,
                               static_cast<uint32_t>(output.request_id.size()),
+                              static_cast<uint32_t>(output.top_logprobs.size()),
                               output.finished,
                               static_cast<uint8_t>(output.finish_reason),
                               {}});
     data += output.request_id;
+    for (const TokenLogprob& top : output.top_logprobs) append(data, top);
   }
   return data;
 }
@@ -115,6 +129,9 @@ std::vector<RequestOutput> unpack(std::string_view data) {
     if (packed.finish_reason > static_cast<uint8_t>(FinishReason::kError)) refuse("unknown finish reason");
     RequestOutput output;
     output.request_id = reader.take_bytes(packed.request_id_bytes);
+    if (packed.num_top_logprobs > reader.num_left() / sizeof(TokenLogprob)) refuse("the data is truncated");
+    output.top_logprobs.resize(packed.num_top_logprobs);
+    for (TokenLogprob& top : output.top_logprobs) top = reader.take<TokenLogprob>();
     output.seq_id = packed.seq_id;
     output.sequence_index = packed.sequence_index;
     output.output_index = packed.output_index;
@@ -124,6 +141,9 @@ std::vector<RequestOutput> unpack(std::string_view data) {
     output.stop_token_id = packed.stop_token_id;
     output.num_prompt_tokens = packed.num_prompt_tokens;
     output.num_cached_tokens = packed.num_cached_tokens;
+    output.first_scheduled_time_ns = packed.first_scheduled_time_ns;
+    output.rank = packed.rank;
+    std::memcpy(&output.logprob, &packed.logprob, sizeof(output.logprob));
     outputs.push_back(std::move(output));
   }
   if (reader.num_left() != 0) refuse("the data is too long");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,6 +11,11 @@
 #include "engine/sequence.hpp"
 
 namespace deepinfer {
+
+struct TokenLogprob {
+  int32_t token_id;
+  float logprob;
+};
 
 // One new token of one sequence, or (token_id = -1) the news that it ended without one.
 struct RequestOutput {
@@ -23,6 +29,12 @@ struct RequestOutput {
   int32_t stop_token_id = -1;
   int64_t num_prompt_tokens = 0;
   int64_t num_cached_tokens = 0;
+  int64_t first_scheduled_time_ns = 0;  // of std::chrono::steady_clock
+  // The model's own log-probability of the token, its rank among all (1 is the likeliest), and the likeliest tokens,
+  // best first; NaN, 0 and none unless the request asked for them.
+  float logprob = std::numeric_limits<float>::quiet_NaN();
+  int32_t rank = 0;
+  std::vector<TokenLogprob> top_logprobs;
 };
 
 using RequestOutputPool = HandlePool<RequestOutput>;

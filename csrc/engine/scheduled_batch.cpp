@@ -27,17 +27,22 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   is_prefill = is_prefill_step;
   max_query_len = max_seq_len = max_num_blocks = 0;
   all_greedy = true;
-  any_top_k = any_top_p = false;
+  any_top_k = any_top_p = any_min_p = any_lora = false;
   num_preempted = num_cached_tokens = 0;
   num_new_outputs = 0;
   rows.clear();
   block_copies.clear();
   metadata_.clear();
-  for (auto* values : {&token_ids_, &inflight_rows_, &query_start_loc_, &seq_lens_, &top_k_}) values->clear();
-  for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &banned_rows_, &banned_token_ids_}) {
+  prompt_logits.clear();
+  for (auto* values :
+       {&token_ids_, &inflight_rows_, &query_start_loc_, &seq_lens_, &top_k_, &lora_slots, &tracked_rows}) {
     values->clear();
   }
-  for (auto* values : {&temperature_, &top_p_}) values->clear();
+  for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &prompt_logits_indices_, &banned_rows_,
+                       &banned_token_ids_, &tracked_seq_ids}) {
+    values->clear();
+  }
+  for (auto* values : {&temperature_, &top_p_, &min_p_}) values->clear();
   uniforms_.clear();
   query_start_loc_.push_back(0);
 }
@@ -70,7 +75,19 @@ void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int
   max_query_len = std::max(max_query_len, metadata.seqlen_q);
   max_seq_len = std::max(max_seq_len, end);
   max_num_blocks = std::max(max_num_blocks, static_cast<int64_t>(metadata.block_table.size()));
+  lora_slots.push_back(sequence.options.lora_slot);
+  any_lora |= sequence.options.lora_slot > 0;
+  if (sequence.wants_prompt_logprobs()) add_prompt_logits(sequence, begin, end);
   if (samples) add_sampled_row(sequence, output_index);
+}
+
+void ScheduledBatch::add_prompt_logits(const Sequence& sequence, int64_t begin, int64_t end) {
+  // The last token's logits are those that sample.
+  const int64_t num_positions = std::min(end, sequence.num_prompt_tokens - 1) - begin;
+  if (num_positions <= 0) return;
+  prompt_logits.push_back({sequence.seq_id, begin, num_positions});
+  const int64_t first_index = num_tokens() - (end - begin);
+  for (int64_t i = 0; i < num_positions; ++i) prompt_logits_indices_.push_back(first_index + i);
 }
 
 void ScheduledBatch::add_sampled_row(const Sequence& sequence, int64_t output_index) {
@@ -80,11 +97,17 @@ void ScheduledBatch::add_sampled_row(const Sequence& sequence, int64_t output_in
   temperature_.push_back(options.temperature);
   top_k_.push_back(options.top_k);
   top_p_.push_back(options.top_p);
+  min_p_.push_back(options.min_p);
   uniforms_.push_back(uniform_of(options.seed, output_index));
   if (options.temperature > 0) {
     all_greedy = false;
     any_top_k |= options.top_k > 0;
     any_top_p |= options.top_p < 1;
+    any_min_p |= options.min_p > 0;
+  }
+  if (options.is_tracked) {
+    tracked_rows.push_back(static_cast<int32_t>(sampled_row));
+    tracked_seq_ids.push_back(sequence.seq_id);
   }
   if (output_index >= options.min_tokens) return;
   const auto ban = [&](const std::vector<int32_t>& token_ids) {
@@ -102,13 +125,6 @@ RequestOutput& ScheduledBatch::add_output() {
   return new_outputs[num_new_outputs++];
 }
 
-void ScheduledBatch::drop_outputs_of(const std::string& request_id) {
-  const auto begin = new_outputs.begin();
-  const auto kept_end = std::remove_if(begin, begin + static_cast<std::ptrdiff_t>(num_new_outputs),
-                                       [&](const RequestOutput& output) { return output.request_id == request_id; });
-  num_new_outputs = static_cast<size_t>(kept_end - begin);
-}
-
 void ScheduledBatch::end() {
   if (state != BatchState::kOver) {
     for (const uint64_t handle : metadata_) pool_->release(handle);
@@ -122,6 +138,7 @@ void ScheduledBatch::write(const StepArrays& arrays) const {
   check_fits("tokens", num_tokens(), arrays.max_num_tokens);
   check_fits("sequences", num_seqs(), arrays.max_num_seqs);
   check_fits("blocks in a table", max_num_blocks, arrays.max_blocks_per_seq);
+  check_fits("rows of logits", num_sampled() + num_prompt_logits(), arrays.max_num_logits);
   check_fits("banned tokens", num_banned(), arrays.max_num_banned);
 
   copy_to(token_ids_, arrays.token_ids);
@@ -133,12 +150,14 @@ void ScheduledBatch::write(const StepArrays& arrays) const {
   copy_to(temperature_, arrays.temperature);
   copy_to(top_k_, arrays.top_k);
   copy_to(top_p_, arrays.top_p);
+  copy_to(min_p_, arrays.min_p);
   copy_to(uniforms_, arrays.uniforms);
   copy_to(banned_rows_, arrays.banned_rows);
   copy_to(banned_token_ids_, arrays.banned_token_ids);
   copy_to(logits_indices_, arrays.logits_indices);
+  copy_to(prompt_logits_indices_, arrays.logits_indices + logits_indices_.size());
   // A forward must ask for one row of logits at least: let it be one that exists.
-  if (logits_indices_.empty()) arrays.logits_indices[0] = 0;
+  if (num_sampled() + num_prompt_logits() == 0) arrays.logits_indices[0] = 0;
 
   int32_t* table_row = arrays.block_tables;
   for (const uint64_t handle : metadata_) {

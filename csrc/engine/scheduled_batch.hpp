@@ -1,6 +1,8 @@
 // One step's batch: which sequences take part, and the packed arrays that the Worker's forward reads.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -26,11 +28,20 @@ struct SequenceMetadata {
 
 using SequenceMetadataPool = HandlePool<SequenceMetadata>;
 
-// The Worker's buffers. T, S, B and M are their capacities in tokens, sequences, blocks per sequence and banned pairs.
+// Consecutive tokens of one sequence's prompt, for each of which a step gives logits.
+struct PromptLogitsSpan {
+  int64_t seq_id;
+  int64_t begin;  // position of the first
+  int64_t num_tokens;
+};
+
+// The Worker's buffers. T, S, B, L and M are their capacities in tokens, sequences, blocks per sequence, rows of logits
+// and banned pairs.
 struct StepArrays {
   size_t max_num_tokens = 0;      // T
   size_t max_num_seqs = 0;        // S
   size_t max_blocks_per_seq = 0;  // B
+  size_t max_num_logits = 0;      // L
   size_t max_num_banned = 0;      // M
   int32_t* token_ids = nullptr;
   int32_t* inflight_rows = nullptr;
@@ -43,6 +54,7 @@ struct StepArrays {
   float* temperature = nullptr;
   int32_t* top_k = nullptr;
   float* top_p = nullptr;
+  float* min_p = nullptr;
   double* uniforms = nullptr;
   int64_t* banned_rows = nullptr;
   int64_t* banned_token_ids = nullptr;
@@ -66,7 +78,7 @@ class ScheduledBatch {
     Sequence* sequence;           // null once the step was processed: it may be gone
     int64_t num_computed_tokens;  // of the sequence, once this step is done
     int32_t num_preemptions;      // of the sequence, at this time
-    bool samples;
+    bool samples;                 // a beam's row does too: it gives candidates
   };
 
   ScheduledBatch() = default;
@@ -80,18 +92,26 @@ class ScheduledBatch {
   void add_row(Sequence& sequence, int64_t begin, int64_t end, int block_size);
   // One more entry at the end of the new outputs, with whatever it held before.
   [[nodiscard]] RequestOutput& add_output();
-  void drop_outputs_of(const std::string& request_id);
+  // Those for which `is_dropped(const RequestOutput&)` says so.
+  template <typename Predicate>
+  void drop_outputs(Predicate is_dropped) {
+    const auto begin = new_outputs.begin();
+    const auto end = begin + static_cast<std::ptrdiff_t>(num_new_outputs);
+    num_new_outputs = static_cast<size_t>(std::remove_if(begin, end, is_dropped) - begin);
+  }
   // Gives the metadata back.
   void end();
 
-  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries; block tables are padded with block 0 up
-  // to max_num_blocks. Throws std::invalid_argument if an array is too small, NotFound if the step is over.
+  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries (of the logits' indices num_sampled, then
+  // num_prompt_logits); block tables are padded with block 0 up to max_num_blocks. Throws std::invalid_argument if an
+  // array is too small, NotFound if the step is over.
   void write(const StepArrays& arrays) const;
 
   [[nodiscard]] bool is_empty() const { return rows.empty(); }
   [[nodiscard]] int64_t num_seqs() const { return static_cast<int64_t>(rows.size()); }
   [[nodiscard]] int64_t num_tokens() const { return static_cast<int64_t>(token_ids_.size()); }
   [[nodiscard]] int64_t num_sampled() const { return static_cast<int64_t>(logits_indices_.size()); }
+  [[nodiscard]] int64_t num_prompt_logits() const { return static_cast<int64_t>(prompt_logits_indices_.size()); }
   [[nodiscard]] int64_t num_banned() const { return static_cast<int64_t>(banned_rows_.size()); }
   [[nodiscard]] const std::shared_ptr<SequenceMetadataPool>& pool() const { return pool_; }
   [[nodiscard]] const std::vector<uint64_t>& metadata() const { return metadata_; }
@@ -104,16 +124,23 @@ class ScheduledBatch {
   bool all_greedy = true;
   bool any_top_k = false;  // of the rows that are not greedy, as is the next
   bool any_top_p = false;
+  bool any_min_p = false;
+  bool any_lora = false;
   int64_t num_preempted = 0;
   int64_t num_cached_tokens = 0;
   std::vector<Row> rows;
   std::vector<BlockCopy> block_copies;
+  std::vector<int32_t> lora_slots;       // [num_seqs]
+  std::vector<int32_t> tracked_rows;     // sampled rows whose sequences are tracked, and
+  std::vector<int64_t> tracked_seq_ids;  // those sequences
+  std::vector<PromptLogitsSpan> prompt_logits;
 
   // What processing it appended, waiting to be built. Never shrinks; the first num_new_outputs count.
   std::vector<RequestOutput> new_outputs;
   size_t num_new_outputs = 0;
 
  private:
+  void add_prompt_logits(const Sequence& sequence, int64_t begin, int64_t end);
   void add_sampled_row(const Sequence& sequence, int64_t output_index);
 
   std::shared_ptr<SequenceMetadataPool> pool_;
@@ -121,8 +148,8 @@ class ScheduledBatch {
   std::vector<int32_t> token_ids_, inflight_rows_;
   std::vector<int64_t> positions_, slot_mapping_;
   std::vector<int32_t> query_start_loc_, seq_lens_;
-  std::vector<int64_t> logits_indices_;
-  std::vector<float> temperature_, top_p_;
+  std::vector<int64_t> logits_indices_, prompt_logits_indices_;
+  std::vector<float> temperature_, top_p_, min_p_;
   std::vector<int32_t> top_k_;
   std::vector<double> uniforms_;
   std::vector<int64_t> banned_rows_, banned_token_ids_;

@@ -1,6 +1,7 @@
 #include "engine/scheduler.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -20,6 +21,8 @@ void check_range(const char* field, int64_t value, int64_t min, int64_t max) {
          std::to_string(value));
 }
 
+int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 }  // namespace
 
 void SchedulerConfig::validate() const {
@@ -29,6 +32,7 @@ void SchedulerConfig::validate() const {
   check_range("max_num_seqs", max_num_seqs, 1, kMaxInt32);
   check_range("max_num_batched_tokens", max_num_batched_tokens, 1, kMaxInt32);
   check_range("max_model_len", max_model_len, 2, kMaxInt32);
+  check_range("max_num_prompt_logits", max_num_prompt_logits, 1, kMaxInt32);
   check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
   check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
   if (num_blocks * block_size < 2) {
@@ -72,6 +76,7 @@ int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> p
   sequence->arrival = next_arrival_++;
   sequence->tokens = std::move(prompt_token_ids);
   sequence->num_prompt_tokens = num_prompt_tokens;
+  sequence->num_forks_due = options.n - 1;
   const int64_t seq_id = sequence->seq_id;
   requests_[request_id].live_seq_ids.push_back(seq_id);
   waiting_.insert(sequence.get());
@@ -85,18 +90,24 @@ int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
     throw NotFound("seq_id: there is no unfinished sequence " + std::to_string(seq_id));
   }
   const Sequence& parent = *found->second;
-  if (parent.status == SequenceStatus::kWaiting) {
+  if (parent.status == SequenceStatus::kWaiting && !parent.is_held) {
     refuse("seq_id: sequence " + std::to_string(seq_id) + " has not finished its prefill");
   }
   if (parent.num_inflight_steps > 0) {
     refuse("seq_id: sequence " + std::to_string(seq_id) + " has a step in flight");
   }
+  return add_fork(parent, seed);
+}
+
+int64_t Scheduler::add_fork(const Sequence& parent, uint64_t seed) {
   Request& request = requests_.at(parent.request_id);
   auto child = std::make_unique<Sequence>(parent);
   child->seq_id = next_seq_id_++;
   child->sequence_index = request.num_seqs++;
   child->options.seed = seed;
-  if (num_holding_blocks() < static_cast<size_t>(config_.max_num_seqs)) {
+  child->options.prompt_logprobs = false;
+  child->num_forks_due = 0;
+  if (parent.status != SequenceStatus::kWaiting && num_holding_blocks() < static_cast<size_t>(config_.max_num_seqs)) {
     child->block_table = blocks_.fork(parent.block_table);
   } else {
     child->block_table = BlockTable();
@@ -110,15 +121,51 @@ int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
   return child_id;
 }
 
-bool Scheduler::abort_request(const std::string& request_id) {
+void Scheduler::append_token(int64_t seq_id, int32_t token_id) {
+  const auto found = sequences_.find(seq_id);
+  if (found == sequences_.end() || found->second->is_finished()) {
+    throw NotFound("seq_id: there is no unfinished sequence " + std::to_string(seq_id));
+  }
+  Sequence& sequence = *found->second;
+  if (!sequence.is_held) refuse("seq_id: sequence " + std::to_string(seq_id) + " is not held");
+  if (token_id < 0) refuse("token_id: must be 0 or more, got " + std::to_string(token_id));
+  Queue& queue = queue_of(sequence);
+  sequence.is_held = false;
+  sequence.append_token(token_id, max_seq_len_);
+  if (sequence.is_finished()) retire(sequence, queue);
+}
+
+bool Scheduler::abort_seq(int64_t seq_id) {
+  const auto found = sequences_.find(seq_id);
+  if (found == sequences_.end() || found->second->is_finished()) return false;
+  end_sequence(*found->second, SequenceStatus::kFinishedAborted);
+  drop_unbuilt_outputs([seq_id](const RequestOutput& output) { return output.seq_id == seq_id; });
+  return true;
+}
+
+bool Scheduler::abort_request(const std::string& request_id, int32_t sequence_index) {
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return false;
+  bool is_any = false;
   const std::vector<int64_t> seq_ids = found->second.live_seq_ids;
-  for (const int64_t seq_id : seq_ids) end_sequence(*sequences_.at(seq_id), SequenceStatus::kFinishedAborted);
-  for (const auto& batch : batches_) {
-    if (batch->state == BatchState::kProcessed) batch->drop_outputs_of(request_id);
+  for (const int64_t seq_id : seq_ids) {
+    Sequence& sequence = *sequences_.at(seq_id);
+    if (sequence_index != kAllSequences && sequence.sequence_index != sequence_index) continue;
+    end_sequence(sequence, SequenceStatus::kFinishedAborted);
+    is_any = true;
   }
-  return true;
+  drop_unbuilt_outputs([&](const RequestOutput& output) {
+    return output.request_id == request_id &&
+           (sequence_index == kAllSequences || output.sequence_index == sequence_index);
+  });
+  return is_any;
+}
+
+template <typename Predicate>
+void Scheduler::drop_unbuilt_outputs(Predicate is_dropped) {
+  for (const auto& batch : batches_) {
+    if (batch->state == BatchState::kProcessed) batch->drop_outputs(is_dropped);
+  }
 }
 
 void Scheduler::end_sequence(Sequence& sequence, SequenceStatus status) {
@@ -140,11 +187,16 @@ void Scheduler::free_finished_seqs() {
   const auto is_freed = [this](Sequence* sequence) {
     if (sequence->num_inflight_steps > 0) return false;
     blocks_.free(sequence->block_table);
+    if (sequence->options.is_tracked) freed_seq_ids_.push_back(sequence->seq_id);
     sequences_.erase(sequence->seq_id);
     return true;
   };
   finished_.erase(std::remove_if(finished_.begin(), finished_.end(), is_freed), finished_.end());
 }
+
+std::vector<Fork> Scheduler::take_forks() { return std::exchange(forks_, {}); }
+
+std::vector<int64_t> Scheduler::take_freed_seq_ids() { return std::exchange(freed_seq_ids_, {}); }
 
 // ---- a step is scheduled ----
 
@@ -186,7 +238,7 @@ void Scheduler::check_may_schedule() const {
 }
 
 bool Scheduler::can_decode() const {
-  const auto is_open = [this](const Sequence* sequence) { return !sequence->ends_by_length_in_flight(max_seq_len_); };
+  const auto is_open = [this](const Sequence* sequence) { return sequence->can_decode(max_seq_len_); };
   return std::any_of(running_.begin(), running_.end(), is_open) ||
          std::any_of(prompted_.begin(), prompted_.end(), is_open);
 }
@@ -204,15 +256,14 @@ void Scheduler::schedule_prefill(ScheduledBatch& batch) {
   bool admitting = true;
   while (fits_in_step(batch)) {
     Sequence* next = started == prefilling_.end() ? nullptr : *started;
-    const bool head_first =
-        admitting && !waiting_.empty() && (next == nullptr || ServedBefore()(*waiting_.begin(), next));
-    if (head_first) {
+    Sequence* head = admitting ? waiting_head() : nullptr;
+    if (head != nullptr && (next == nullptr || ServedBefore()(head, next))) {
       // When the head does not fit nobody behind it is admitted, but what was begun goes on: it needs no memory, and it
       // must end before the head can fit.
-      admitting = admit(**waiting_.begin(), batch);
+      admitting = fits_in_step(batch, *head) && admit(*head, batch);
     } else if (next != nullptr) {
       ++started;
-      add_chunk(*next, batch);
+      if (fits_in_step(batch, *next)) add_chunk(*next, batch);
     } else {
       break;
     }
@@ -229,15 +280,28 @@ bool Scheduler::fits_in_step(const ScheduledBatch& batch) const {
   return batch.num_tokens() < config_.max_num_batched_tokens && batch.num_seqs() < config_.max_num_seqs;
 }
 
+bool Scheduler::fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const {
+  return !sequence.wants_prompt_logprobs() || batch.num_prompt_logits() < config_.max_num_prompt_logits;
+}
+
+Sequence* Scheduler::waiting_head() const {
+  const auto is_free = [](const Sequence* sequence) { return !sequence->is_held; };
+  const auto head = std::find_if(waiting_.begin(), waiting_.end(), is_free);
+  return head == waiting_.end() ? nullptr : *head;
+}
+
 bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
   // Preempted with a token in flight: until that is here, nobody knows what there is to compute.
   if (sequence.num_inflight_steps > 0) return false;
   if (num_holding_blocks() >= static_cast<size_t>(config_.max_num_seqs)) return false;
-  const Admission admission = blocks_.plan(sequence.block_table, sequence.tokens, sequence.cache_salt);
+  // A token that is found in the cache is not computed, and what is not computed has no logits.
+  const bool may_reuse = !sequence.wants_prompt_logprobs();
+  const Admission admission = blocks_.plan(sequence.block_table, sequence.tokens, sequence.cache_salt, may_reuse);
   if (!fits_in_memory(admission)) return false;
   blocks_.allocate(sequence.block_table, sequence.tokens, admission);
   move(sequence, waiting_, prefilling_);
   sequence.num_computed_tokens = int64_t{admission.num_cached_blocks} * blocks_.block_size();
+  if (sequence.first_scheduled_time_ns == 0) sequence.first_scheduled_time_ns = now_ns();
   // Counted once: a recomputed sequence finds its own blocks again, which is not what the count is for.
   if (sequence.num_cached_tokens < 0) {
     sequence.num_cached_tokens = sequence.num_computed_tokens;
@@ -250,7 +314,10 @@ bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
 
 void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
   const int64_t begin = sequence.num_computed_tokens;
-  const int64_t budget = config_.max_num_batched_tokens - batch.num_tokens();
+  int64_t budget = config_.max_num_batched_tokens - batch.num_tokens();
+  if (sequence.wants_prompt_logprobs()) {
+    budget = std::min(budget, config_.max_num_prompt_logits - batch.num_prompt_logits());
+  }
   const int64_t end = std::min(sequence.num_tokens(), begin + budget);
   launch(sequence, begin, end, batch);
   if (end == sequence.num_tokens()) {
@@ -267,7 +334,7 @@ void Scheduler::schedule_decode(ScheduledBatch& batch) {
   }
   for (auto next = running_.begin(); next != running_.end(); ++next) {
     Sequence& sequence = **next;
-    if (sequence.ends_by_length_in_flight(max_seq_len_)) continue;
+    if (!sequence.can_decode(max_seq_len_)) continue;
     const int64_t begin = sequence.decode_begin();
     const int64_t end = sequence.decode_end();
     if (batch.num_tokens() + end - begin > config_.max_num_batched_tokens) break;

@@ -21,6 +21,7 @@ struct SchedulerConfig {
   int64_t max_num_seqs = 0;            // sequences that hold blocks, and so in one step
   int64_t max_num_batched_tokens = 0;  // tokens one step computes
   int64_t max_model_len = 0;           // prompt and outputs of one sequence
+  int64_t max_num_prompt_logits = 1;   // prompt tokens that one step gives logits for
   bool enable_prefix_caching = true;
   int64_t max_consecutive_prefills = 2;  // prefill steps in a row while something could decode
   int64_t prefill_attempt_interval = 1;  // decode steps between two prefill attempts while something waits
@@ -28,6 +29,24 @@ struct SchedulerConfig {
 
   // Throws std::invalid_argument with the field, its value and its limit.
   void validate() const;
+};
+
+// What a step tells about the probabilities of the tokens that it sampled, for the rows that asked; rows ascend. Shapes:
+// [num_rows], and [num_rows, num_top] for the last two.
+struct StepLogprobs {
+  size_t num_rows = 0;
+  size_t num_top = 0;
+  const int32_t* rows = nullptr;
+  const float* logprobs = nullptr;
+  const int32_t* ranks = nullptr;
+  const int32_t* top_token_ids = nullptr;
+  const float* top_logprobs = nullptr;
+};
+
+// A sequence that came into being while a step was processed.
+struct Fork {
+  int64_t parent_id;
+  int64_t child_id;
 };
 
 // Owns the sequences, the queues they stand in, the blocks, and the batches on their way through the device.
@@ -39,7 +58,7 @@ struct SchedulerConfig {
 //      running     RUNNING
 //    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and it goes.
 // 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted past a head
-//    that does not fit, and a block is taken only from sequences served later than the one that needs it.
+//    that does not fit (held ones aside: they have nothing to compute), and a block is taken only from sequences served later than the one that needs it.
 // 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
 // 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are processed
 //    in the order in which they were launched.
@@ -50,29 +69,41 @@ struct SchedulerConfig {
 // One thread at a time owns it; a call that throws std::invalid_argument or NotFound has changed nothing.
 class Scheduler {
  public:
+  static constexpr int32_t kAllSequences = -1;
+
   explicit Scheduler(const SchedulerConfig& config);
 
-  // Into `waiting`; returns the sequence's id.
+  // Into `waiting`; returns the sequence's id. With options.n > 1 the others are forked from it when its prompt is
+  // computed.
   int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
                   int64_t priority, const std::string& cache_salt);
   // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks already, it
   // waits without blocks and recomputes, like a preempted one.
   int64_t fork_seq(int64_t seq_id, uint64_t seed);
-  // False if no such request is live.
-  bool abort_request(const std::string& request_id);
+  // Gives a held sequence its next token; no output comes of it.
+  void append_token(int64_t seq_id, int32_t token_id);
+  // Ends one sequence; no output of it comes out any more. False if it is not live.
+  bool abort_seq(int64_t seq_id);
+  // Ends the request's sequences, or the one with this index; no output of theirs comes out any more. False if there is
+  // none.
+  bool abort_request(const std::string& request_id, int32_t sequence_index = kAllSequences);
 
   // The next batch, possibly empty; an empty one is not launched and needs no processing.
   [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool);
 
   // token_ids: [num_rows, width]; the first num_tokens[row] of a row are new. Rows are the batch's sampled ones. A row
-  // that a later launched step builds on must have exactly one token, unless its sequence has ended.
+  // that a later launched step builds on must have exactly one token, unless its sequence has ended; so must a row with
+  // logprobs. A beam's row has none, whatever stands there: it is held.
   void process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                       const int32_t* num_tokens);
+                       const int32_t* num_tokens, const StepLogprobs& logprobs);
   // Appends the handles of what `process_outputs` left in the batch, and ends the step.
   void build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
   // Ends the step and, with an error, every sequence in it that has not ended yet.
   void fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
   void free_finished_seqs();
+  // The tracked sequences that came and went since the last call.
+  [[nodiscard]] std::vector<Fork> take_forks();
+  [[nodiscard]] std::vector<int64_t> take_freed_seq_ids();
 
   [[nodiscard]] bool has_unfinished_seqs() const { return num_unfinished_seqs() > 0; }
   [[nodiscard]] size_t num_unfinished_requests() const { return requests_.size(); }
@@ -106,6 +137,8 @@ class Scheduler {
   void schedule_decode(ScheduledBatch& batch);
   [[nodiscard]] bool fits_in_memory(const Admission& admission) const;
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch) const;
+  [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const;
+  [[nodiscard]] Sequence* waiting_head() const;
   bool admit(Sequence& sequence, ScheduledBatch& batch);
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
@@ -115,9 +148,14 @@ class Scheduler {
   // processing
   void check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
                      const int32_t* num_tokens) const;
+  static void check_logprobs(const ScheduledBatch& batch, const int32_t* num_tokens, const StepLogprobs& logprobs);
   void check_is_next(const ScheduledBatch& batch) const;
   void take_front(ScheduledBatch& batch);
-  void append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch);
+  void take_sampled(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch);
+  int64_t add_fork(const Sequence& parent, uint64_t seed);
+  void fork_due_seqs(Sequence& parent);
+  template <typename Predicate>
+  void drop_unbuilt_outputs(Predicate is_dropped);
   void retire(Sequence& sequence, Queue& queue);
   void end_sequence(Sequence& sequence, SequenceStatus status);
 
@@ -135,6 +173,8 @@ class Scheduler {
   std::unordered_map<std::string, Request> requests_;                 // live ones
   Queue waiting_, prefilling_, prompted_, running_;
   std::vector<Sequence*> finished_;
+  std::vector<Fork> forks_;  // of tracked sequences, as are the next
+  std::vector<int64_t> freed_seq_ids_;
   int64_t next_seq_id_ = 0;
   uint64_t next_arrival_ = 0;
 

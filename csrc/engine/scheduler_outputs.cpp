@@ -1,4 +1,6 @@
 // The second half of the Scheduler: what becomes of a launched step, and the recount of everything.
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -18,6 +20,19 @@ void fill_output(RequestOutput& output, const Sequence& sequence, int64_t output
   output.stop_token_id = sequence.stop_token_id;
   output.num_prompt_tokens = sequence.num_prompt_tokens;
   output.num_cached_tokens = sequence.num_cached_tokens;
+  output.first_scheduled_time_ns = sequence.first_scheduled_time_ns;
+  output.logprob = std::numeric_limits<float>::quiet_NaN();
+  output.rank = 0;
+  output.top_logprobs.clear();
+}
+
+void fill_logprobs(RequestOutput& output, const StepLogprobs& logprobs, size_t index, int32_t num_logprobs) {
+  output.logprob = logprobs.logprobs[index];
+  output.rank = logprobs.ranks[index];
+  const size_t num_top = std::min(logprobs.num_top, static_cast<size_t>(num_logprobs));
+  for (size_t i = index * logprobs.num_top; i < index * logprobs.num_top + num_top; ++i) {
+    output.top_logprobs.push_back({logprobs.top_token_ids[i], logprobs.top_logprobs[i]});
+  }
 }
 
 void expect(bool condition, const std::string& what) {
@@ -27,11 +42,13 @@ void expect(bool condition, const std::string& what) {
 }  // namespace
 
 void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                                const int32_t* num_tokens) {
+                                const int32_t* num_tokens, const StepLogprobs& logprobs) {
   check_outputs(batch, token_ids, num_rows, width, num_tokens);
+  check_logprobs(batch, num_tokens, logprobs);
   if (batch.is_empty()) return;
   take_front(batch);
   size_t sampled_row = 0;
+  size_t logprobs_index = 0;
   for (ScheduledBatch::Row& row : batch.rows) {
     Sequence& sequence = *std::exchange(row.sequence, nullptr);
     --sequence.num_inflight_steps;
@@ -41,9 +58,37 @@ void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids,
       if (sequence.num_preemptions == row.num_preemptions) {
         blocks_.cache_computed(sequence.block_table, sequence.tokens, sequence.cache_salt, row.num_computed_tokens);
       }
-      if (row.samples) append_tokens(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
+      if (row.samples) {
+        const size_t num_outputs_before = batch.num_new_outputs;
+        const bool has_logprobs =
+            logprobs_index < logprobs.num_rows && static_cast<size_t>(logprobs.rows[logprobs_index]) == sampled_row;
+        take_sampled(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
+        if (has_logprobs && batch.num_new_outputs > num_outputs_before) {
+          fill_logprobs(batch.new_outputs[num_outputs_before], logprobs, logprobs_index, sequence.options.num_logprobs);
+        }
+      }
     }
-    if (row.samples) ++sampled_row;
+    if (row.samples) {
+      while (logprobs_index < logprobs.num_rows && static_cast<size_t>(logprobs.rows[logprobs_index]) <= sampled_row) {
+        ++logprobs_index;
+      }
+      ++sampled_row;
+    }
+  }
+}
+
+void Scheduler::check_logprobs(const ScheduledBatch& batch, const int32_t* num_tokens, const StepLogprobs& logprobs) {
+  const auto refuse = [](const std::string& what) { throw std::invalid_argument("logprobs: " + what); };
+  int64_t previous = -1;
+  for (size_t i = 0; i < logprobs.num_rows; ++i) {
+    const int64_t row = logprobs.rows[i];
+    if (row <= previous || row >= batch.num_sampled()) {
+      refuse("rows must ascend and be below " + std::to_string(batch.num_sampled()) + ", got " + std::to_string(row));
+    }
+    if (num_tokens[row] != 1) {
+      refuse("row " + std::to_string(row) + " has " + std::to_string(num_tokens[row]) + " tokens: must have one");
+    }
+    previous = row;
   }
 }
 
@@ -68,7 +113,7 @@ void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_
     if (num_new < 0 || static_cast<size_t>(num_new) > width) {
       refuse(name + "num_tokens must be 0 to " + std::to_string(width) + ", got " + std::to_string(num_new));
     }
-    if (!row.sequence->is_finished()) {
+    if (!row.sequence->is_finished() && !row.sequence->options.is_beam) {
       if (num_new != 1 && row.sequence->num_inflight_steps > 1) {
         refuse(name + "has " + std::to_string(num_new) + " tokens, but the step after it builds on exactly one");
       }
@@ -92,7 +137,13 @@ void Scheduler::take_front(ScheduledBatch& batch) {
   batch.state = BatchState::kProcessed;
 }
 
-void Scheduler::append_tokens(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch) {
+void Scheduler::take_sampled(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch) {
+  if (sequence.options.is_beam) {
+    sequence.is_held = true;
+    return;
+  }
+  // Before it has an output of its own: each of them samples its first token itself.
+  fork_due_seqs(sequence);
   Queue& queue = queue_of(sequence);
   for (int32_t i = 0; i < num_tokens && !sequence.is_finished(); ++i) {
     const int64_t output_index = sequence.num_outputs();
@@ -100,6 +151,14 @@ void Scheduler::append_tokens(Sequence& sequence, const int32_t* token_ids, int3
     fill_output(batch.add_output(), sequence, output_index, token_ids[i]);
   }
   if (sequence.is_finished()) retire(sequence, queue);
+}
+
+void Scheduler::fork_due_seqs(Sequence& parent) {
+  const int32_t num_forks = std::exchange(parent.num_forks_due, 0);
+  for (int32_t i = 1; i <= num_forks; ++i) {
+    const int64_t child_id = add_fork(parent, parent.options.seed + static_cast<uint64_t>(i));
+    if (parent.options.is_tracked) forks_.push_back({parent.seq_id, child_id});
+  }
 }
 
 void Scheduler::build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles) {

@@ -34,6 +34,11 @@ void SamplingOptions::validate() const {
   }
   if (top_k < 0) refuse("top_k: must be 0 (off) or more, got " + std::to_string(top_k));
   if (!(top_p > 0 && top_p <= 1)) refuse("top_p: must be above 0 and at most 1, got " + std::to_string(top_p));
+  if (!(min_p >= 0 && min_p <= 1)) refuse("min_p: must be 0 to 1, got " + std::to_string(min_p));
+  if (n < 1) refuse("n: must be 1 or more, got " + std::to_string(n));
+  if (num_logprobs < -1) refuse("num_logprobs: must be -1 (off) or more, got " + std::to_string(num_logprobs));
+  if (lora_slot < 0) refuse("lora_slot: must be 0 (none) or more, got " + std::to_string(lora_slot));
+  if (is_beam && n > 1) refuse("n: must be 1 for a beam, got " + std::to_string(n));
 }
 
 bool SamplingOptions::is_end_token(int32_t token_id) const {
@@ -70,6 +75,11 @@ FinishReason Sequence::finish_reason() const {
       return FinishReason::kNone;
   }
   throw std::logic_error("a sequence has no known status");
+}
+
+bool Sequence::can_decode(int64_t max_seq_len) const {
+  if (options.is_beam && (is_held || num_inflight_steps > 0)) return false;
+  return !ends_by_length_in_flight(max_seq_len);
 }
 
 bool Sequence::ends_by_length_in_flight(int64_t max_seq_len) const {

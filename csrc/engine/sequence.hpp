@@ -21,7 +21,14 @@ struct SamplingOptions {
   float temperature = 0.0f;  // 0: greedy
   int32_t top_k = 0;         // 0: off
   float top_p = 1.0f;
-  uint64_t seed = 0;
+  float min_p = 0.0f;            // 0: off
+  uint64_t seed = 0;             // of the first sequence; the i-th samples with seed + i
+  int32_t n = 1;                 // sequences; all but the first are forked when the prompt is computed
+  int32_t num_logprobs = -1;     // per output token, besides its own; -1: not even that
+  bool prompt_logprobs = false;  // the steps that compute the prompt give logits for each of its tokens
+  bool is_tracked = false;       // the Worker keeps a state for each of its sequences
+  bool is_beam = false;          // its tokens are not sampled but appended from outside, by `append_token`
+  int32_t lora_slot = 0;         // the adapter it is computed with; 0: none
 
   void validate() const;
   [[nodiscard]] bool is_end_token(int32_t token_id) const;
@@ -50,14 +57,17 @@ enum class SequenceStatus : uint8_t {
 // 2. num_inflight_tokens <= num_inflight_steps: a launched step samples at most one unseen token.
 // 3. It stays in memory, and unless preempted keeps its blocks, until num_inflight_steps is 0.
 // 4. Once finished it never changes status and gets no more tokens.
+// 5. While it is held no step computes it: its next token comes from outside.
 struct Sequence {
   int64_t seq_id = 0;
   int32_t sequence_index = 0;  // which of its request's sequences
   std::string request_id;
   SamplingOptions options;
   std::string cache_salt;
-  int64_t priority = 0;  // lower goes first, then
-  uint64_t arrival = 0;  // lower goes first
+  int64_t priority = 0;                 // lower goes first, then
+  uint64_t arrival = 0;                 // lower goes first
+  int32_t num_forks_due = 0;            // sequences to fork from it once its prompt is computed
+  int64_t first_scheduled_time_ns = 0;  // of std::chrono::steady_clock; 0: not yet
 
   std::vector<int32_t> tokens;  // prompt, then the outputs that the host knows
   int64_t num_prompt_tokens = 0;
@@ -66,6 +76,7 @@ struct Sequence {
   int32_t num_inflight_steps = 0;  // launched steps it has a part in that were not processed
   int32_t inflight_row = -1;       // its row among those that the last launched step sampled
   int32_t num_preemptions = 0;
+  bool is_held = false;
   int64_t num_cached_tokens = -1;  // prompt tokens found in the prefix cache; -1 before its first admission
   BlockTable block_table;
 
@@ -75,9 +86,12 @@ struct Sequence {
   [[nodiscard]] int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
   [[nodiscard]] int64_t num_tokens_with_inflight() const { return num_tokens() + num_inflight_tokens; }
   [[nodiscard]] int64_t num_outputs() const { return num_tokens() - num_prompt_tokens; }
+  [[nodiscard]] bool wants_prompt_logprobs() const { return options.prompt_logprobs && num_outputs() == 0; }
   [[nodiscard]] bool is_finished() const { return status >= SequenceStatus::kFinishedStopped; }
   [[nodiscard]] FinishReason finish_reason() const;
 
+  // Whether a decode step may compute it now, memory aside.
+  [[nodiscard]] bool can_decode(int64_t max_seq_len) const;
   // Whether the tokens in flight certainly end it, whatever they are.
   [[nodiscard]] bool ends_by_length_in_flight(int64_t max_seq_len) const;
   // Appends one token and applies the stop conditions: end tokens first, then length.

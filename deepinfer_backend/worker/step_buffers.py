@@ -10,6 +10,8 @@ import torch
 from deepinfer_backend._core import StepArrays
 
 _ALIGNMENT_BYTES = 64
+MAX_PROMPT_LOGITS = 256
+"""Prompt tokens that one step gives logits for: as float32 of 256k tokens they take 256 MiB."""
 MAX_BANNED_PER_SEQ = 128
 """End and stop tokens that `min_tokens` may hold back per sequence: 64 stop token ids and the model's own."""
 
@@ -29,6 +31,7 @@ class StepTensors:
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_p: torch.Tensor
     uniforms: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
@@ -54,10 +57,11 @@ class StepBuffers:
             "query_start_loc": (torch.int32, (max_num_seqs + 1,)),
             "seq_lens": (torch.int32, seqs),
             "block_tables": (torch.int32, (max_num_seqs, max_blocks_per_seq)),
-            "logits_indices": (torch.int64, seqs),
+            "logits_indices": (torch.int64, (max_num_seqs + MAX_PROMPT_LOGITS,)),
             "temperature": (torch.float32, seqs),
             "top_k": (torch.int32, seqs),
             "top_p": (torch.float32, seqs),
+            "min_p": (torch.float32, seqs),
             "uniforms": (torch.float64, seqs),
             "banned_rows": (torch.int64, banned),
             "banned_token_ids": (torch.int64, banned),

@@ -115,7 +115,9 @@ class Launched:
     fails: bool
 
 
-def make_arrays(max_tokens: int, max_seqs: int, max_blocks: int, max_banned: int = 64) -> dict[str, NDArray[Any]]:
+def make_arrays(
+    max_tokens: int, max_seqs: int, max_blocks: int, max_banned: int = 64, max_prompt_logits: int = 1
+) -> dict[str, NDArray[Any]]:
     garbage = -77
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "token_ids": (np.int32, (max_tokens,)),
@@ -125,10 +127,11 @@ def make_arrays(max_tokens: int, max_seqs: int, max_blocks: int, max_banned: int
         "query_start_loc": (np.int32, (max_seqs + 1,)),
         "seq_lens": (np.int32, (max_seqs,)),
         "block_tables": (np.int32, (max_seqs, max_blocks)),
-        "logits_indices": (np.int64, (max_seqs,)),
+        "logits_indices": (np.int64, (max_seqs + max_prompt_logits,)),
         "temperature": (np.float32, (max_seqs,)),
         "top_k": (np.int32, (max_seqs,)),
         "top_p": (np.float32, (max_seqs,)),
+        "min_p": (np.float32, (max_seqs,)),
         "uniforms": (np.float64, (max_seqs,)),
         "banned_rows": (np.int64, (max_banned,)),
         "banned_token_ids": (np.int64, (max_banned,)),
