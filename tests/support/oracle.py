@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
 class TransformersOracle:
-    """Greedy tokens of a model folder in float32, one prompt at a time."""
+    """What a model folder answers in transformers, one prompt at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    dtype: float32 unless two ways to compute the same, with cache and without, must not differ in any float32 bit.
+    """
+
+    def __init__(self, path: Path, *, dtype: torch.dtype = torch.float32) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
@@ -24,3 +28,41 @@ class TransformersOracle:
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, do_sample=False, **ends
         )
         return [int(token) for token in result[0, len(prompt) :]]
+
+    def beam_search(self, prompt: Sequence[int], **generation_arguments: Any) -> list[list[int]]:
+        """The new tokens of each returned sequence, best first, an end token included.
+
+        generation_arguments: of `generate`: num_beams, num_return_sequences, max_new_tokens, length_penalty, …
+        """
+        return [tokens for tokens, _ in self.beam_search_with_scores(prompt, **generation_arguments)]
+
+    @torch.inference_mode()
+    def beam_search_with_scores(
+        self, prompt: Sequence[int], **generation_arguments: Any
+    ) -> list[tuple[list[int], float]]:
+        """The same, each with transformers' `sequences_scores`."""
+        tokens = torch.tensor([list(prompt)])
+        result = self._model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            pad_token_id=0,
+            **generation_arguments,
+        )
+        # Padding may look like any token; what was generated has the index of a beam.
+        lengths = (result.beam_indices >= 0).sum(dim=1).tolist()
+        return [
+            (sequence[len(prompt) : len(prompt) + length].tolist(), float(score))
+            for sequence, length, score in zip(result.sequences, lengths, result.sequences_scores, strict=True)
+        ]
+
+    @torch.no_grad()
+    def next_token_logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The log-softmax of what follows each of these, all of one length; computed without a cache.
+
+        Returns float32 [num_sequences, vocab_size].
+        """
+        logits = self._model(torch.tensor(sequences), use_cache=False).logits[:, -1]
+        return torch.log_softmax(logits.float(), dim=-1)
