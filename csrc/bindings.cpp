@@ -112,36 +112,6 @@ BoundStepLogprobs make_step_logprobs(const TokenIds& rows, const Floats& logprob
           {rows, logprobs, ranks, top_token_ids, top_logprobs}};
 }
 
-// One output per token of a sequence that was put together outside the scheduler.
-py::array_t<uint64_t> add_sequence(RequestOutputPool& pool, const std::string& request_id, int32_t sequence_index,
-                                   const std::vector<int32_t>& token_ids, const std::vector<float>& logprobs,
-                                   FinishReason finish_reason, int32_t stop_token_id, int64_t num_prompt_tokens,
-                                   int64_t num_cached_tokens, int64_t first_scheduled_time_ns) {
-  if (token_ids.empty() || logprobs.size() != token_ids.size()) {
-    throw py::value_error("token_ids: must have one entry at least, and logprobs as many");
-  }
-  std::vector<uint64_t> handles;
-  for (size_t i = 0; i < token_ids.size(); ++i) {
-    handles.push_back(pool.acquire());
-    const bool is_last = i + 1 == token_ids.size();
-    RequestOutput& output = pool.get(handles.back());
-    output = RequestOutput();
-    output.request_id = request_id;
-    output.seq_id = -1;
-    output.sequence_index = sequence_index;
-    output.output_index = static_cast<int64_t>(i);
-    output.token_id = token_ids[i];
-    output.finished = is_last;
-    output.finish_reason = is_last ? finish_reason : FinishReason::kNone;
-    output.stop_token_id = is_last ? stop_token_id : -1;
-    output.num_prompt_tokens = num_prompt_tokens;
-    output.num_cached_tokens = num_cached_tokens;
-    output.first_scheduled_time_ns = first_scheduled_time_ns;
-    output.logprob = logprobs[i];
-  }
-  return to_array(handles);
-}
-
 // ---- metadata: a handle and its pool, resolved at every read ----
 
 struct BoundMetadata {
@@ -343,6 +313,15 @@ void bind_outputs(py::module_& m) {
                ", finished=" + (self.finished ? "True" : "False") + ")";
       });
 
+  py::class_<WrittenSequence>(m, "WrittenSequence", py::is_final(),
+                              "A finished text that the scheduler did not see grow.")
+      .def(py::init([](int32_t sequence_index, std::vector<int32_t> token_ids, std::vector<float> logprobs,
+                       FinishReason finish_reason, int32_t stop_token_id) {
+             return WrittenSequence{sequence_index, std::move(token_ids), std::move(logprobs), finish_reason,
+                                    stop_token_id};
+           }),
+           py::kw_only(), "sequence_index"_a, "token_ids"_a, "logprobs"_a, "finish_reason"_a, "stop_token_id"_a = -1);
+
   py::class_<RequestOutputPool>(m, "RequestOutputPool", py::is_final(),
                                 "Owns the RequestOutputs of a step behind generation-checked handles.")
       .def(py::init<>())
@@ -366,9 +345,6 @@ void bind_outputs(py::module_& m) {
             for (py::ssize_t i = 0; i < handles.size(); ++i) self.release(handles.data()[i]);
           },
           "handles"_a)
-      .def("add_sequence", &add_sequence, py::kw_only(), "request_id"_a, "sequence_index"_a, "token_ids"_a,
-           "logprobs"_a, "finish_reason"_a, "stop_token_id"_a, "num_prompt_tokens"_a, "num_cached_tokens"_a,
-           "first_scheduled_time_ns"_a)
       .def_property_readonly("num_in_use", &RequestOutputPool::num_in_use);
 }
 
@@ -433,6 +409,14 @@ void bind_scheduler(py::module_& m) {
           "outputs"_a, "token_ids"_a, "num_tokens"_a, py::kw_only(), "logprobs"_a = nullptr)
       .def("build_request_outputs", returning_handles(&Scheduler::build_request_outputs), "outputs"_a, "pool"_a)
       .def("fail_step", returning_handles(&Scheduler::fail_step), "outputs"_a, "pool"_a)
+      .def(
+          "build_sequence_outputs",
+          [](Scheduler& self, int64_t seq_id, RequestOutputPool& pool, const WrittenSequence& sequence) {
+            std::vector<uint64_t> handles;
+            self.build_sequence_outputs(seq_id, sequence, pool, handles);
+            return to_array(handles);
+          },
+          "seq_id"_a, "pool"_a, "sequence"_a)
       .def("free_finished_seqs", &Scheduler::free_finished_seqs, ReleaseGil())
       .def("take_forks",
            [](Scheduler& self) {

@@ -223,6 +223,20 @@ class RequestOutput:
         """
 
 @final
+class WrittenSequence:
+    """A finished text that the scheduler did not see grow: a beam search puts it together from several sequences."""
+
+    def __init__(
+        self,
+        *,
+        sequence_index: int,
+        token_ids: list[int],
+        logprobs: list[float],  # one per token
+        finish_reason: FinishReason,
+        stop_token_id: int = -1,
+    ) -> None: ...
+
+@final
 class RequestOutputPool:
     """Owns the RequestOutputs of a step behind generation-checked handles (uint64, unique in the process)."""
 
@@ -230,24 +244,6 @@ class RequestOutputPool:
     def clone(self, handles: NDArray[np.uint64]) -> list[RequestOutput]: ...
     def pack(self, handles: NDArray[np.uint64]) -> bytes:
         """All of them in one length-checked buffer, for another process."""
-    def add_sequence(
-        self,
-        *,
-        request_id: str,
-        sequence_index: int,
-        token_ids: list[int],
-        logprobs: list[float],
-        finish_reason: FinishReason,
-        stop_token_id: int,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        first_scheduled_time_ns: int,
-    ) -> NDArray[np.uint64]:
-        """The outputs, one per token, of a finished sequence that was put together outside the scheduler.
-
-        Raises:
-            ValueError: there is no token, or not one log-probability for each.
-        """
     def release(self, handles: NDArray[np.uint64]) -> None:
         """Gives them back; using one afterwards raises LookupError, as does releasing it twice."""
     @property
@@ -335,6 +331,15 @@ class Scheduler:
         """Ends every sequence of a step that failed, with FinishReason.ERROR and one output each (token_id -1).
 
         Their blocks do not stay in the prefix cache. Also ends the step's metadata.
+        """
+    def build_sequence_outputs(
+        self, seq_id: int, pool: RequestOutputPool, sequence: WrittenSequence
+    ) -> NDArray[np.uint64]:
+        """The outputs of a text, one per token, for the request that sequence `seq_id` belongs to.
+
+        Raises:
+            LookupError: no such sequence.
+            ValueError: there is no token, or not one log-probability for each.
         """
     def free_finished_seqs(self) -> None:
         """Frees the blocks of ended sequences that no step in flight refers to."""

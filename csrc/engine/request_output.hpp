@@ -37,6 +37,15 @@ struct RequestOutput {
   std::vector<TokenLogprob> top_logprobs;
 };
 
+// A finished text that the scheduler did not see grow: a beam search puts it together from several sequences.
+struct WrittenSequence {
+  int32_t sequence_index = 0;
+  std::vector<int32_t> token_ids;
+  std::vector<float> logprobs;  // one per token
+  FinishReason finish_reason = FinishReason::kStop;
+  int32_t stop_token_id = -1;
+};
+
 using RequestOutputPool = HandlePool<RequestOutput>;
 
 // All outputs behind `handles` in one buffer: magic, version, count, total size, then each output. Byte order is the

@@ -100,6 +100,9 @@ class Scheduler {
   void build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
   // Ends the step and, with an error, every sequence in it that has not ended yet.
   void fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
+  // Appends the handles of a text's outputs, one per token, for the request that a live sequence belongs to.
+  void build_sequence_outputs(int64_t seq_id, const WrittenSequence& text, RequestOutputPool& pool,
+                              std::vector<uint64_t>& handles) const;
   void free_finished_seqs();
   // The tracked sequences that came and went since the last call.
   [[nodiscard]] std::vector<Fork> take_forks();

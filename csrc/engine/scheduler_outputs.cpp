@@ -174,6 +174,26 @@ void Scheduler::build_request_outputs(ScheduledBatch& batch, RequestOutputPool& 
   batch.end();
 }
 
+void Scheduler::build_sequence_outputs(int64_t seq_id, const WrittenSequence& text, RequestOutputPool& pool,
+                                       std::vector<uint64_t>& handles) const {
+  const auto found = sequences_.find(seq_id);
+  if (found == sequences_.end()) throw NotFound("seq_id: there is no sequence " + std::to_string(seq_id));
+  if (text.token_ids.empty() || text.logprobs.size() != text.token_ids.size()) {
+    throw std::invalid_argument("token_ids: must have one entry at least, and logprobs as many");
+  }
+  for (size_t i = 0; i < text.token_ids.size(); ++i) {
+    const bool is_last = i + 1 == text.token_ids.size();
+    handles.push_back(pool.acquire());
+    RequestOutput& output = pool.get(handles.back());
+    fill_output(output, *found->second, static_cast<int64_t>(i), text.token_ids[i]);
+    output.sequence_index = text.sequence_index;
+    output.finished = is_last;
+    output.finish_reason = is_last ? text.finish_reason : FinishReason::kNone;
+    output.stop_token_id = is_last ? text.stop_token_id : -1;
+    output.logprob = text.logprobs[i];
+  }
+}
+
 void Scheduler::fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles) {
   if (batch.is_empty()) return;
   check_is_next(batch);
