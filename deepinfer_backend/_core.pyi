@@ -31,7 +31,7 @@ class SamplingOptions:
     all but the first are forked when the prompt is computed; sequence i samples with `seed + i`. `num_logprobs`: how
     many of a step's likeliest tokens an output carries; -1 is none, and no log-probability of its own. Steps give
     logits for each token of the prompt with `prompt_logprobs`. `is_tracked`: the Worker keeps a state for each of its
-    sequences. `is_beam`: sequences are held after each step, until `append_token`. `lora_slot`: 0 is none.
+    sequences. `is_beam`: sequences are held after each step, until `append_token`. `lora_id`: 0 is none.
 
     Raises:
         ValueError: a value is out of its range; among them `min_tokens` above `max_tokens`.
@@ -55,7 +55,7 @@ class SamplingOptions:
         prompt_logprobs: bool = False,
         is_tracked: bool = False,
         is_beam: bool = False,
-        lora_slot: int = 0,
+        lora_id: int = 0,
     ) -> None: ...
 
 @final
@@ -169,7 +169,7 @@ class SchedulerOutputs:
     any_top_p: bool
     any_min_p: bool
     any_lora: bool
-    lora_slots: NDArray[np.int32]  # [num_seqs]
+    lora_ids: NDArray[np.int32]  # [num_seqs]
     tracked_rows: NDArray[np.int32]  # [num_tracked] sampled rows whose sequences are tracked, ascending
     tracked_seq_ids: NDArray[np.int64]  # [num_tracked]
     prompt_logits: NDArray[np.int64]  # [num_spans, 3] (sequence, first position, number of tokens), in order of rows

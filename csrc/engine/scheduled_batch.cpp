@@ -35,7 +35,7 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   metadata_.clear();
   prompt_logits.clear();
   for (auto* values :
-       {&token_ids_, &inflight_rows_, &query_start_loc_, &seq_lens_, &top_k_, &lora_slots, &tracked_rows}) {
+       {&token_ids_, &inflight_rows_, &query_start_loc_, &seq_lens_, &top_k_, &lora_ids, &tracked_rows}) {
     values->clear();
   }
   for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &prompt_logits_indices_, &banned_rows_,
@@ -75,8 +75,8 @@ void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int
   max_query_len = std::max(max_query_len, metadata.seqlen_q);
   max_seq_len = std::max(max_seq_len, end);
   max_num_blocks = std::max(max_num_blocks, static_cast<int64_t>(metadata.block_table.size()));
-  lora_slots.push_back(sequence.options.lora_slot);
-  any_lora |= sequence.options.lora_slot > 0;
+  lora_ids.push_back(sequence.options.lora_id);
+  any_lora |= sequence.options.lora_id > 0;
   if (sequence.wants_prompt_logprobs()) add_prompt_logits(sequence, begin, end);
   if (samples) add_sampled_row(sequence, output_index);
 }

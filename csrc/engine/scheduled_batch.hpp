@@ -130,7 +130,7 @@ class ScheduledBatch {
   int64_t num_cached_tokens = 0;
   std::vector<Row> rows;
   std::vector<BlockCopy> block_copies;
-  std::vector<int32_t> lora_slots;       // [num_seqs]
+  std::vector<int32_t> lora_ids;         // [num_seqs]
   std::vector<int32_t> tracked_rows;     // sampled rows whose sequences are tracked, and
   std::vector<int64_t> tracked_seq_ids;  // those sequences
   std::vector<PromptLogitsSpan> prompt_logits;

@@ -28,7 +28,7 @@ struct SamplingOptions {
   bool prompt_logprobs = false;  // the steps that compute the prompt give logits for each of its tokens
   bool is_tracked = false;       // the Worker keeps a state for each of its sequences
   bool is_beam = false;          // its tokens are not sampled but appended from outside, by `append_token`
-  int32_t lora_slot = 0;         // the adapter it is computed with; 0: none
+  int32_t lora_id = 0;           // the adapter it is computed with; 0: none
 
   void validate() const;
   [[nodiscard]] bool is_end_token(int32_t token_id) const;
