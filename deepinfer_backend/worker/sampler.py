@@ -1,10 +1,23 @@
-"""Logits → tokens, for the whole batch at once."""
+"""Logits → tokens, for the whole batch at once.
+
+The order is vLLM's: what the request allows, bans and adds (`LogitEdits`), then temperature, min_p, top_k, top_p, each
+over what the one before left. Log-probabilities are those of the logits before all that.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from deepinfer_backend.worker.logit_edits import LogitEdits
+from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
+from deepinfer_backend.worker.top_tokens import split_in_blocks, top_token, top_tokens
+from deepinfer_backend.worker.truncation import Truncation, keep, least_kept
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a quotient of float32 logits could overflow; the likeliest token has all the probability long before."""
+_DRAW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +26,11 @@ class SamplingBatch:
 
     random_rows: [num_random] the rows with temperature > 0; the others are greedy. top_k: 0 is off. uniforms: float64
     in [0, 1), the row's one random number. banned_rows, banned_token_ids: [num_banned] what must not be sampled.
-    max_top_k, any_top_p say what nobody in the batch uses, so that it costs nothing.
+    any_top_k, any_top_p, any_min_p say what nobody in the batch uses, so that it costs nothing. max_top_k: the largest
+    top_k, where the host knows it; on CUDA the whole vocabulary is sorted without it.
+
+    logprob_rows: [m] int64 rows that ask for log-probabilities, and the most likeliest tokens that one of them asks
+    for. candidate_rows: [b] int64 rows of beam search, and how many candidates each gets.
     """
 
     random_rows: torch.Tensor | None
@@ -25,44 +42,148 @@ class SamplingBatch:
     banned_token_ids: torch.Tensor
     any_top_k: bool
     any_top_p: bool
+    min_p: torch.Tensor | None = None
+    any_min_p: bool = False
+    max_top_k: int | None = None
+    edits: LogitEdits | None = None
+    logprob_rows: torch.Tensor | None = None
+    num_top_logprobs: int = 0
+    candidate_rows: torch.Tensor | None = None
+    num_candidates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """What may follow each of b beams: token_ids [b, k] int32 and their logprobs [b, k] float32, the best first.
+
+    Log-probabilities are those after the request's edits, at temperature 1. rows: [b] int64, the beams' rows.
+    """
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """What a step sampled, on the device. token_ids: [num_rows] int32; the rest only where a row asked for it."""
+
+    token_ids: torch.Tensor
+    logprobs: RowLogprobs | None = None
+    candidates: BeamCandidates | None = None
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Logits [num_rows, vocab_size] → token ids [num_rows] int32. May change `logits`.
+    """The token ids of `sample_batch` alone."""
+    return sample_batch(logits, batch).token_ids
+
+
+def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
+    """Logits [num_rows, vocab_size] → one token a row, and what else the rows asked for. May change `logits`.
 
     A random row takes one uniform number through the inverse of its distribution function, so that its token depends
     on its logits and that number alone, whatever else is in the batch.
     """
+    logits = logits.float()
+    logprob_rows = batch.logprob_rows
+    raw_logits = None if logprob_rows is None else logits.index_select(0, logprob_rows)
+    _edit(logits, batch)
+    candidates = None if batch.candidate_rows is None else _beam_candidates(logits, batch, batch.candidate_rows)
+    token_ids = _sample_tokens(logits, batch)
+    logprobs = None
+    if raw_logits is not None and logprob_rows is not None:
+        logprobs = logprobs_of(raw_logits, token_ids[logprob_rows], batch.num_top_logprobs, logprob_rows)
+    return SampledBatch(token_ids.int(), logprobs, candidates)
+
+
+def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits [num_rows, vocab_size] as tokens are drawn from them: float32, -inf for what is not sampled.
+
+    For whoever wants to look: `sample_batch` makes the same choice without building them. May change `logits`.
+    """
+    logits = logits.float()
+    _edit(logits, batch)
+    if batch.random_rows is not None:
+        scaled = _scale(logits, batch, batch.random_rows)
+        least = least_kept(scaled, scaled.softmax(dim=-1), _truncation(batch, batch.random_rows))
+        if least is not None:
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        logits[batch.random_rows] = scaled
+    return logits
+
+
+def _edit(logits: torch.Tensor, batch: SamplingBatch) -> None:
     if len(batch.banned_rows):
         logits[batch.banned_rows, batch.banned_token_ids] = -torch.inf
-    tokens = logits.argmax(dim=-1)
+    if batch.edits is not None:
+        batch.edits.apply(logits)
+
+
+def _beam_candidates(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> BeamCandidates:
+    logits = logits.index_select(0, rows)
+    token_ids = top_tokens(logits, min(batch.num_candidates, logits.shape[1])).token_ids
+    return BeamCandidates(rows, token_ids.int(), logits.log_softmax(dim=-1).gather(1, token_ids))
+
+
+def _sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     rows = batch.random_rows
-    if rows is not None:
-        tokens[rows] = _sample_random(logits[rows], batch, rows)
-    return tokens.int()
+    if rows is None:
+        return top_token(logits)
+    if len(rows) == len(logits):
+        return _sample_random(logits, batch, rows)
+    token_ids = top_token(logits)
+    token_ids[rows] = _sample_random(logits, batch, rows)
+    return token_ids
 
 
 def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    logits = logits.float() / batch.temperature[rows, None]
-    if batch.any_top_k or batch.any_top_p:
-        logits = _keep_top(logits, batch, rows)
-    distribution = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    target = batch.uniforms[rows, None] * distribution[:, -1:]
-    return torch.searchsorted(distribution, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    logits = _scale(logits, batch, rows)
+    weights = logits.softmax(dim=-1)
+    least = least_kept(logits, weights, _truncation(batch, rows))
+    if least is not None:
+        weights = keep(weights, logits, least)
+    return _draw(weights, batch.uniforms[rows])
 
 
-def _keep_top(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    """-inf for all but the top_k likeliest and, among those, the fewest whose probabilities reach top_p."""
-    ordered = logits.sort(dim=-1, descending=True).values
-    num_kept = torch.full_like(rows, logits.shape[1])
-    if batch.any_top_k:
-        top_k = batch.top_k[rows].long()
-        num_kept = torch.where(top_k > 0, top_k.clamp(max=logits.shape[1]), num_kept)
-    ranks = torch.arange(logits.shape[1], device=logits.device)
-    ordered = ordered.masked_fill(ranks >= num_kept[:, None], -torch.inf)
-    if batch.any_top_p:
-        probability_before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
-        probability_before[:, 0] = 0.0
-        num_kept = (probability_before < batch.top_p[rows, None]).logical_and(ordered > -torch.inf).sum(dim=-1)
-    least_kept = ordered.gather(1, (num_kept - 1).clamp(min=0)[:, None])
-    return logits.masked_fill(logits < least_kept, -torch.inf)
+def _scale(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+    """The random rows' logits over their temperatures; in place where there is no other row."""
+    temperature = batch.temperature[rows, None].clamp(min=MIN_TEMPERATURE)
+    if len(rows) < len(logits):
+        logits = logits.index_select(0, rows)
+    return logits.div_(temperature)
+
+
+def _truncation(batch: SamplingBatch, rows: torch.Tensor) -> Truncation:
+    return Truncation(
+        min_p=batch.min_p[rows, None] if batch.any_min_p and batch.min_p is not None else None,
+        top_k=batch.top_k[rows, None].long() if batch.any_top_k else None,
+        top_p=batch.top_p[rows, None].double() if batch.any_top_p else None,
+        max_top_k=batch.max_top_k,
+    )
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Weights [num_rows, vocab_size], at least 0 → a token each [num_rows]: the inverse of the distribution function.
+
+    Summed in float64, by blocks: first the block, then the token within it. A token without weight is never drawn.
+    """
+    blocks = split_in_blocks(weights, _DRAW_BLOCK, 0.0)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    reached = sums.cumsum(dim=-1)
+    target = uniforms[:, None] * reached[:, -1:]
+    block = _first_beyond(reached, target)
+    target = (target - (reached - sums).gather(1, block)).clamp_(min=0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    token_ids = block * _DRAW_BLOCK + _first_beyond(inside.cumsum(dim=-1, dtype=torch.float64), target)
+    # Only a row in which nothing is allowed comes to the filling at the end.
+    return token_ids.squeeze(1).clamp_(max=weights.shape[1] - 1)
+
+
+def _first_beyond(reached: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[num_rows, 1]: where a running sum [num_rows, n] first exceeds the target [num_rows, 1].
+
+    Where rounding made the target as large as the whole sum: where the sum is reached.
+    """
+    first = torch.searchsorted(reached, target, right=True)
+    last = torch.searchsorted(reached, reached[:, -1:].contiguous())
+    return torch.minimum(first, last).clamp_(max=reached.shape[1] - 1)
