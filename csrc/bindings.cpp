@@ -376,6 +376,7 @@ void bind_scheduler(py::module_& m) {
           "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "")
       .def("fork_seq", &Scheduler::fork_seq, "seq_id"_a, py::kw_only(), "seed"_a)
       .def("append_token", &Scheduler::append_token, "seq_id"_a, "token_id"_a)
+      .def("is_held", &Scheduler::is_held, "seq_id"_a)
       .def("abort_seq", &Scheduler::abort_seq, "seq_id"_a)
       .def("abort_request", &Scheduler::abort_request, "request_id"_a,
            "sequence_index"_a = int32_t{Scheduler::kAllSequences})

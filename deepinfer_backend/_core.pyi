@@ -289,12 +289,14 @@ class Scheduler:
             LookupError: no such sequence.
             ValueError: it is not held, or the token id is negative.
         """
+    def is_held(self, seq_id: int) -> bool:
+        """Whether an unfinished sequence waits for `append_token`."""
     def abort_seq(self, seq_id: int) -> bool:
         """Ends one sequence; no output of it comes out any more. False if unknown (or ended)."""
     def abort_request(self, request_id: str, sequence_index: int = -1) -> bool:
         """Ends all sequences of the request, or the one with this index; no output of theirs comes out any more.
 
-        False if unknown (or ended).
+        Not even of those that the step which is being processed has ended. False if unknown (or ended).
 
         Blocks are freed once no step in flight refers to them.
         """

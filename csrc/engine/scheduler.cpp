@@ -135,6 +135,11 @@ void Scheduler::append_token(int64_t seq_id, int32_t token_id) {
   if (sequence.is_finished()) retire(sequence, queue);
 }
 
+bool Scheduler::is_held(int64_t seq_id) const {
+  const auto found = sequences_.find(seq_id);
+  return found != sequences_.end() && !found->second->is_finished() && found->second->is_held;
+}
+
 bool Scheduler::abort_seq(int64_t seq_id) {
   const auto found = sequences_.find(seq_id);
   if (found == sequences_.end() || found->second->is_finished()) return false;
@@ -144,6 +149,10 @@ bool Scheduler::abort_seq(int64_t seq_id) {
 }
 
 bool Scheduler::abort_request(const std::string& request_id, int32_t sequence_index) {
+  drop_unbuilt_outputs([&](const RequestOutput& output) {
+    return output.request_id == request_id &&
+           (sequence_index == kAllSequences || output.sequence_index == sequence_index);
+  });
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return false;
   bool is_any = false;
@@ -154,10 +163,6 @@ bool Scheduler::abort_request(const std::string& request_id, int32_t sequence_in
     end_sequence(sequence, SequenceStatus::kFinishedAborted);
     is_any = true;
   }
-  drop_unbuilt_outputs([&](const RequestOutput& output) {
-    return output.request_id == request_id &&
-           (sequence_index == kAllSequences || output.sequence_index == sequence_index);
-  });
   return is_any;
 }
 

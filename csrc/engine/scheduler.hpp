@@ -82,10 +82,11 @@ class Scheduler {
   int64_t fork_seq(int64_t seq_id, uint64_t seed);
   // Gives a held sequence its next token; no output comes of it.
   void append_token(int64_t seq_id, int32_t token_id);
+  [[nodiscard]] bool is_held(int64_t seq_id) const;
   // Ends one sequence; no output of it comes out any more. False if it is not live.
   bool abort_seq(int64_t seq_id);
-  // Ends the request's sequences, or the one with this index; no output of theirs comes out any more. False if there is
-  // none.
+  // Ends the request's sequences, or the one with this index; no output of theirs comes out any more, not even of those
+  // that the step which is being processed has ended. False if none was live.
   bool abort_request(const std::string& request_id, int32_t sequence_index = kAllSequences);
 
   // The next batch, possibly empty; an empty one is not launched and needs no processing.
