@@ -37,6 +37,7 @@ def main() -> None:
             text_input("text_input", args.prompt),
             text_input("sampling_parameters", json.dumps(sampling)),
             bool_input("stream", True),
+            bool_input("return_finish_reason", True),
         ]
         client.async_stream_infer(args.model, inputs, request_id="example")
         print(args.prompt, end="", flush=True)

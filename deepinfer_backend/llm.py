@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,18 @@ from tqdm import tqdm
 
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.engine_client import EngineOutputs, InprocEngineClient
-from deepinfer_backend.engine.input_processor import InputProcessor
-from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.engine.input_processor import InputProcessor, Prompt
+from deepinfer_backend.engine.messages import EmbeddingParams, EngineRequest
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.errors import DeepInferError, InvalidRequestError
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
-from deepinfer_backend.outputs import TextDelta
+from deepinfer_backend.outputs import Completion, CompletionSequence, TextDelta
 from deepinfer_backend.sampling_params import SamplingParams
 
-Message = dict[str, str]
+Message = Mapping[str, Any]
+Results = list[str] | list[list[str]] | list[str | list[str]] | list[list[RequestOutput]]
 
 
 class LLM:
@@ -37,11 +41,14 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, decode_sequence: bool = True, **engine_args: Any) -> None:
         self.decode_sequence = decode_sequence
-        self._client = InprocEngineClient(EngineConfig(model=model, **engine_args))
+        config = EngineConfig(model=model, **engine_args)
+        self._client = InprocEngineClient(config)
         self.llm_engine = self._client.engine
         self.model_path = Path(self._client.info.model_path)
-        self.tokenizer = load_tokenizer(resolve_tokenizer(engine_args.get("tokenizer"), self.model_path))
-        self._input_processor = InputProcessor(self.tokenizer, self._client.info)
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(resolve_tokenizer(config.tokenizer, self.model_path))
+        self._input_processor = InputProcessor(self.tokenizer, self._client.info, config)
         self._output_processor = OutputProcessor(self.tokenizer)
         self._num_requests = 0
 
@@ -61,10 +68,11 @@ class LLM:
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         multi_modal_data: Any = None,
         use_tqdm: bool = True,
-    ) -> list[str] | list[list[RequestOutput]]:
-        """One result per prompt, in order: its text, or its RequestOutputs with `decode_sequence=False`.
+    ) -> Results:
+        """One result per prompt, in order: its text, or the list of its n texts where n is over 1.
 
-        Either prompts or prompt_token_ids. sampling_params: one for all prompts, or one each.
+        With `decode_sequence=False` a result is the prompt's RequestOutputs, as they came; those of several sequences
+        are told apart by `sequence_index`. `complete` takes the same and tells more.
 
         Raises:
             InvalidRequestError: names the index of the first bad prompt; no work was started.
@@ -72,114 +80,157 @@ class LLM:
         """
         if multi_modal_data is not None:
             raise InvalidRequestError("multi_modal_data: not supported")
-        if (prompts is None) == (prompt_token_ids is None):
-            raise InvalidRequestError("need exactly one of prompts and prompt_token_ids")
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        num_prompts = len(prompts if prompts is not None else prompt_token_ids or ())
-        params = self._params_for_each(sampling_params, num_prompts)
-        requests = [
-            self._request(
-                index,
-                prompts[index] if prompts is not None else None,
-                prompt_token_ids[index] if prompt_token_ids is not None else None,
-                params[index],
-            )
-            for index in range(num_prompts)
-        ]
-        return self._run(requests, use_tqdm)
+        return self._results(self._requests(_prompts(prompts, prompt_token_ids), sampling_params), use_tqdm)
+
+    def complete(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Completion]:
+        """One Completion per prompt, in order: every sequence with its text, tokens, log-probabilities and end.
+
+        Either prompts or prompt_token_ids. sampling_params: one for all prompts, or one each.
+
+        Raises:
+            InvalidRequestError: names the index of the first bad prompt; no work was started.
+            EngineError: a step failed.
+        """
+        requests = self._requests(_prompts(prompts, prompt_token_ids), sampling_params)
+        return [_completion(request, deltas) for request, deltas, _ in self._run(requests, use_tqdm)]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[str] | list[list[RequestOutput]]:
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Results:
         """`generate` for one conversation or several, through the model's own chat template.
+
+        tools, chat_template_kwargs: passed on to the template, for all conversations.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        return self.generate(
-            prompt_token_ids=[self._apply_chat_template(messages) for messages in conversations],
-            sampling_params=sampling_params,
-            use_tqdm=use_tqdm,
-        )
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming_prompt(index):
+                prompts.append(Chat.from_objects(conversation, tools, chat_template_kwargs))
+        return self._results(self._requests(prompts, sampling_params), use_tqdm)
+
+    def embed(self, prompts: str | Sequence[str] | Sequence[Sequence[int]], use_tqdm: bool = True) -> list[list[float]]:
+        """One embedding per prompt (text or token ids), in order: [hidden_size] numbers, scaled to length 1.
+
+        Raises:
+            InvalidRequestError: names the index of the first bad prompt; no work was started.
+            EngineError: a step failed.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        requests = self._requests(prompts, None, EmbeddingParams())
+        return [deltas[0].embedding or [] for _, deltas, _ in self._run(requests, use_tqdm)]
 
     def generate_stream(self, prompt: str, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one prompt, piece by piece. Closing the iterator early aborts the request."""
-        request = self._request(0, prompt, None, sampling_params or SamplingParams())
+        """The text of one prompt, piece by piece. Closing the iterator early aborts the request.
+
+        Raises:
+            InvalidRequestError: the request is wrong, or has more than one text.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n > 1:
+            raise InvalidRequestError(f"n is {params.n}: must be 1 for a stream of one text; use generate")
+        request = self._request(0, prompt, params, stream=True)
         for delta, _ in self._stream([request]):
             if delta.text:
                 yield delta.text
 
-    def _apply_chat_template(self, messages: Any) -> list[int]:
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise InvalidRequestError("messages: this model has no chat template; use generate")
-        try:
-            token_ids: list[int] = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        except Exception as error:
-            raise InvalidRequestError(f"messages: the model's chat template refuses them: {error}") from error
-        return token_ids
-
-    @staticmethod
-    def _params_for_each(
-        params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> Sequence[SamplingParams]:
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        embedding: EmbeddingParams | None = None,
+    ) -> list[EngineRequest]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * num_prompts
-        if len(params) != num_prompts:
-            raise InvalidRequestError(f"sampling_params has {len(params)} entries: must be one, or {num_prompts}")
-        return params
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(f"sampling_params has {len(params)} entries: must be one, or {len(prompts)}")
+        return [
+            self._request(index, prompt, params[index], embedding=embedding) for index, prompt in enumerate(prompts)
+        ]
 
     def _request(
-        self, index: int, prompt: str | None, token_ids: Sequence[int] | None, params: SamplingParams
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        embedding: EmbeddingParams | None = None,
     ) -> EngineRequest:
         request_id = str(self._num_requests)
         self._num_requests += 1
-        try:
-            return self._input_processor.process(
-                request_id, prompt=prompt, prompt_token_ids=token_ids, sampling_params=params
-            )
-        except DeepInferError as error:
-            raise type(error)(f"prompt {index}: {error.message}") from None
+        with _naming_prompt(index):
+            return self._input_processor.process(request_id, prompt, params, stream=stream, embedding=embedding)
 
-    def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[str] | list[list[RequestOutput]]:
-        texts = {request.request_id: "" for request in requests}
+    def _results(self, requests: list[EngineRequest], use_tqdm: bool) -> Results:
+        runs = self._run(requests, use_tqdm)
+        if not self.decode_sequence:
+            return [outputs for _, _, outputs in runs]
+        return [
+            deltas[0].text if request.sampling_params.n == 1 else [delta.text for delta in deltas]
+            for request, deltas, _ in runs
+        ]
+
+    def _run(
+        self, requests: list[EngineRequest], use_tqdm: bool
+    ) -> list[tuple[EngineRequest, list[TextDelta], list[RequestOutput]]]:
+        """(request, its whole sequences in order, its outputs as they came) of each."""
+        sequences: dict[str, dict[int, TextDelta]] = {request.request_id: {} for request in requests}
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as progress:
             for delta, new_outputs in self._stream(requests):
-                texts[new_outputs[0].request_id] += delta.text
-                outputs[new_outputs[0].request_id] += new_outputs
-                if delta.finish_reason is not None:
+                request_id = new_outputs[0].request_id
+                outputs[request_id] += new_outputs
+                if delta.sequence_index in sequences[request_id]:
+                    sequences[request_id][delta.sequence_index].append(delta)
+                else:
+                    sequences[request_id][delta.sequence_index] = delta
+                if delta.ends_request:
                     progress.update()
-        if self.decode_sequence:
-            return [texts[request.request_id] for request in requests]
-        return [outputs[request.request_id] for request in requests]
+        return [
+            (
+                request,
+                [delta for _, delta in sorted(sequences[request.request_id].items())],
+                outputs[request.request_id],
+            )
+            for request in requests
+        ]
 
     def _stream(self, requests: list[EngineRequest]) -> Iterator[tuple[TextDelta, list[RequestOutput]]]:
-        """Every delta of these requests with the outputs it was made of, until all have ended.
+        """Every delta of these requests with the outputs it was made of, at least one, until all have ended.
 
         Whoever stops reading early, or an error, aborts the rest and leaves the engine drained.
         """
         unfinished = {request.request_id for request in requests}
         try:
             for request in requests:
-                self._output_processor.add_request(request)
+                self._output_processor.add_request(request, time.monotonic_ns())
                 self._client.add_request(request)
             while unfinished:
                 round_outputs = self._next_round()
-                processed = self._output_processor.process(round_outputs.outputs)
+                processed = self._output_processor.process(round_outputs.outputs, round_outputs.results)
                 self._client.abort_requests(processed.request_ids_to_abort)
-                outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+                self._client.abort_sequences(processed.sequences_to_abort)
+                outputs: defaultdict[tuple[str, int], list[RequestOutput]] = defaultdict(list)
                 for output in round_outputs.outputs:
-                    outputs[output.request_id].append(output)
+                    outputs[output.request_id, output.sequence_index].append(output)
                 for request_id, delta in processed.deltas:
-                    yield delta, outputs[request_id][: len(delta.token_ids)]
-                    if delta.finish_reason is not None:
+                    yield delta, outputs[request_id, delta.sequence_index][: max(1, len(delta.token_ids))]
+                    if delta.ends_request:
                         unfinished.discard(request_id)
         finally:
             self._client.abort_requests(list(unfinished))
@@ -193,3 +244,44 @@ class LLM:
         if round_outputs.failures:
             raise round_outputs.failures[0].error
         return round_outputs
+
+
+@contextmanager
+def _naming_prompt(index: int) -> Iterator[None]:
+    try:
+        yield
+    except DeepInferError as error:
+        raise type(error)(f"prompt {index}: {error.message}") from None
+
+
+def _prompts(
+    prompts: str | Sequence[str] | None, prompt_token_ids: Sequence[Sequence[int]] | None
+) -> Sequence[str] | Sequence[Sequence[int]]:
+    if prompts is not None and prompt_token_ids is None:
+        return [prompts] if isinstance(prompts, str) else prompts
+    if prompts is None and prompt_token_ids is not None:
+        return prompt_token_ids
+    raise InvalidRequestError("need exactly one of prompts and prompt_token_ids")
+
+
+def _completion(request: EngineRequest, deltas: list[TextDelta]) -> Completion:
+    params = request.sampling_params
+    has_cumulative_logprob = params.logprobs is not None or params.beam_width > 1
+    return Completion(
+        prompt_token_ids=request.prompt_token_ids.tolist(),
+        num_cached_tokens=deltas[0].num_cached_tokens,
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        sequences=[
+            CompletionSequence(
+                index=delta.sequence_index,
+                text=delta.text,
+                token_ids=delta.token_ids,
+                cumulative_logprob=delta.cumulative_logprob if has_cumulative_logprob else None,
+                logprobs=delta.logprobs,
+                finish_reason=delta.finish_reason or "",
+                stop_reason=delta.stop_reason,
+                times=delta.times,
+            )
+            for delta in deltas
+        ],
+    )

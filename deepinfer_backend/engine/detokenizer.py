@@ -1,4 +1,4 @@
-"""Token ids → text, as it grows: only whole UTF-8 characters, stop strings held back and cut."""
+"""Token ids → text, as it grows: only whole UTF-8 characters, stop strings held back and cut; and one by one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ class Detokenizer:
     """The growing text of one sequence.
 
     `push` returns what is new; a character whose bytes are not all there yet is held back until they are. `finish`
-    returns what was still held, less an incomplete character at the very end.
+    returns what was still held, less an incomplete character at the very end. Without `spaces_between_special_tokens`
+    the second of two added tokens in a row is its bare text, where the tokenizer would put a space between them.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._bare_tokens: dict[int, str] = {}
+        if not skip_special_tokens and not spaces_between_special_tokens:
+            self._bare_tokens = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
         self._told = [int(token_id) for token_id in prompt_token_ids[-_NUM_CONTEXT_TOKENS:]]
         if self._decode(self._told).endswith(_REPLACEMENT):
             self._told = []  # A prompt that ends inside a character is no context to tell text apart from.
@@ -34,6 +43,7 @@ class Detokenizer:
         self._stream = self._new_stream()
 
     def push(self, token_id: int) -> str:
+        follows_added = not self._held and bool(self._told) and self._told[-1] in self._bare_tokens
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -45,7 +55,7 @@ class Detokenizer:
             return ""
         self._told = (self._told + self._held)[-_NUM_CONTEXT_TOKENS:]
         self._held = []
-        return str(text)
+        return self._bare_tokens[token_id] if follows_added and token_id in self._bare_tokens else str(text)
 
     def finish(self) -> str:
         told, everything = self._decode(self._told), self._decode(self._told + self._held)
@@ -92,3 +102,23 @@ def _overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that begins `string` without being all of it."""
     longest = min(len(text), len(string) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(string[:size])), 0)
+
+
+class TokenTexts:
+    """The text of single tokens, as they stand inside a text: a space that a token begins with is part of it.
+
+    A token that is part of a character only is shown as U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Some decoders drop the space before the first word of a text; after this one nothing is first.
+        self._before = tokenizer.encode("a", add_special_tokens=False).ids
+        self._text_before = tokenizer.decode(self._before)
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            text = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
+            self._texts[token_id] = text.removeprefix(self._text_before)
+        return self._texts[token_id]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest
-from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.chat import Chat
+from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo, EngineRequest
+from deepinfer_backend.engine.request_limits import check_limits
+from deepinfer_backend.errors import InvalidRequestError, shown
 from deepinfer_backend.sampling_params import SamplingParams
+
+Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
+"""What a client can send as a prompt: a text, a conversation, or token ids."""
 
 # No vocabulary has tokens this long on average: longer text cannot fit and is refused before it is tokenized.
 _MAX_CHARS_PER_TOKEN = 64
+# What an embedding request can say besides its dimensions.
+_EMBEDDING_FIELDS = frozenset({"lora_name", "truncate_prompt_tokens"})
 
 
 class InputProcessor:
@@ -22,47 +30,69 @@ class InputProcessor:
     tokenizer: a transformers tokenizer, or None for a model that takes token ids only.
     """
 
-    def __init__(self, tokenizer: Any, info: EngineInfo) -> None:
+    def __init__(self, tokenizer: Any, info: EngineInfo, config: EngineConfig) -> None:
         self._tokenizer = tokenizer
         self._info = info
+        self._config = config
 
     def process(
         self,
         request_id: str,
-        *,
-        prompt: str | None,
-        prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]] | None,
+        prompt: Prompt,
         sampling_params: SamplingParams,
+        *,
         priority: int = 0,
+        stream: bool = False,
+        embedding: EmbeddingParams | None = None,
+        wants_logprobs: bool = False,
+        wants_cumulative_logprob: bool = False,
+        wants_prompt_logprobs: bool = False,
     ) -> EngineRequest:
-        """Exactly one of prompt and prompt_token_ids.
+        """The request with the model's own defaults for what `sampling_params` leaves out.
+
+        What the client wants to be told turns on what computes it: `logprobs` or `prompt_logprobs` of 0, if they were
+        left out.
 
         Raises:
             InvalidRequestError: names the field, the value and the limit.
         """
-        if (prompt is None) == (prompt_token_ids is None):
-            raise InvalidRequestError(
-                f"need exactly one of text_input and input_ids, got {'neither' if prompt is None else 'both'}"
-            )
-        if prompt is not None:
-            token_ids = self._tokenize(prompt)
+        if embedding is not None:
+            params = self._params_of_embedding(sampling_params, embedding)
         else:
-            assert prompt_token_ids is not None
-            token_ids = self._check_token_ids(prompt_token_ids)
+            params = sampling_params.with_defaults(self._info.default_sampling_params)
+            params = _turn_on_logprobs(params, wants_logprobs, wants_cumulative_logprob, wants_prompt_logprobs)
+        check_limits(params, self._info, self._config)
+        self._check_needs_of_text(params)
+        if params.beam_width > 1 and stream:
+            raise InvalidRequestError(
+                f"beam_width is {params.beam_width}: must be 1 when stream is true (beams are known at the end only)"
+            )
+        bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
+        token_ids = self._truncate(self._token_ids(prompt), params.truncate_prompt_tokens)
         self._check_length(len(token_ids))
-        self._check_stop(sampling_params)
-        return EngineRequest(request_id, token_ids, sampling_params, priority)
+        return EngineRequest(request_id, token_ids, params, priority, bad_words_token_ids, embedding)
+
+    def _token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        if isinstance(prompt, str):
+            return self._tokenize(prompt)
+        if isinstance(prompt, Chat):
+            return np.asarray(prompt.tokenize(self._tokenizer, self._max_chars), dtype=np.int32)
+        return self._check_token_ids(prompt)
+
+    @property
+    def _max_chars(self) -> int:
+        return self._info.max_model_len * _MAX_CHARS_PER_TOKEN
 
     def _tokenize(self, prompt: str) -> NDArray[np.int32]:
         if self._tokenizer is None:
             raise InvalidRequestError("text_input: this model has no tokenizer; send input_ids")
         if not prompt:
             raise InvalidRequestError("text_input is empty: must have at least 1 character")
-        max_chars = self._info.max_model_len * _MAX_CHARS_PER_TOKEN
-        if len(prompt) > max_chars:
-            raise InvalidRequestError(f"text_input has {len(prompt)} characters: must have at most {max_chars}")
-        token_ids = self._tokenizer(prompt)["input_ids"]
-        return np.asarray(token_ids, dtype=np.int32)
+        if len(prompt) > self._max_chars:
+            raise InvalidRequestError(f"text_input has {len(prompt)} characters: must have at most {self._max_chars}")
+        if any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise InvalidRequestError(f"text_input is {shown(prompt)}: must be valid Unicode")
+        return np.asarray(self._tokenizer(prompt)["input_ids"], dtype=np.int32)
 
     def _check_token_ids(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int32]:
         try:
@@ -79,6 +109,15 @@ class InputProcessor:
             )
         return checked.astype(np.int32)
 
+    def _truncate(self, token_ids: NDArray[np.int32], num_kept: int | None) -> NDArray[np.int32]:
+        if num_kept is None:
+            return token_ids
+        return token_ids[-(self._max_prompt_tokens if num_kept == -1 else num_kept) :]
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return min(self._info.max_model_len, self._info.num_blocks * self._info.block_size) - 1
+
     def _check_length(self, num_tokens: int) -> None:
         info = self._info
         if num_tokens == 0:
@@ -88,16 +127,69 @@ class InputProcessor:
                 f"the prompt has {num_tokens} tokens: must have at most {info.max_model_len - 1}, "
                 f"one less than max_model_len ({info.max_model_len})"
             )
-        cache_tokens = info.num_blocks * info.block_size
-        if num_tokens >= cache_tokens:
+        if num_tokens > self._max_prompt_tokens:
             raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens: must have at most {cache_tokens - 1}, one less than the KV cache "
-                f"holds ({info.num_blocks} blocks of {info.block_size})"
+                f"the prompt has {num_tokens} tokens: must have at most {self._max_prompt_tokens}, one less than the "
+                f"KV cache holds ({info.num_blocks} blocks of {info.block_size})"
             )
 
-    def _check_stop(self, params: SamplingParams) -> None:
-        outside = [token_id for token_id in params.stop_token_ids if token_id >= self._info.vocab_size]
-        if outside:
-            raise InvalidRequestError(f"stop_token_ids has {outside[0]}: must be 0 to {self._info.vocab_size - 1}")
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop: this model has no tokenizer; use stop_token_ids")
+    def _check_needs_of_text(self, params: SamplingParams) -> None:
+        if self._tokenizer is not None:
+            return
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) not in (None, []):
+                raise InvalidRequestError(f"{name} is set: must be left out, since this model has no tokenizer")
+        if params.detokenize and "detokenize" in params.model_fields_set:
+            raise InvalidRequestError("detokenize is True: must be false, since this model has no tokenizer")
+
+    def _tokenize_bad_words(self, bad_words: Iterable[str]) -> list[list[int]]:
+        """vLLM's rule: each text as it begins an output and, behind a space, as it goes on in one.
+
+        The second counts only where the space is part of a token, so that it is as long as the first and begins
+        otherwise; else the first is its end and stands for both.
+        """
+        sequences: list[list[int]] = []
+        for text in bad_words:
+            word = text.lstrip(" ")
+            first = self._encode(word)
+            if not first:
+                raise InvalidRequestError(f"bad_words has {shown(text)}: must have at least 1 token besides spaces")
+            second = self._encode(" " + word)
+            sequences.append(first)
+            if len(second) == len(first) and second[0] != first[0]:
+                sequences.append(second)
+        for token_id in (token_id for sequence in sequences for token_id in sequence):
+            if token_id >= self._info.vocab_size:
+                raise InvalidRequestError(
+                    f"bad_words has a text with token {token_id}: must be 0 to {self._info.vocab_size - 1}"
+                )
+        return sequences
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def _params_of_embedding(self, params: SamplingParams, embedding: EmbeddingParams) -> SamplingParams:
+        for name in sorted(params.model_fields_set - _EMBEDDING_FIELDS):
+            raise InvalidRequestError(
+                f"{name} is set: an embedding request can have only {', '.join(sorted(_EMBEDDING_FIELDS))}"
+            )
+        limit = self._info.hidden_size
+        if embedding.dimensions is not None and not 1 <= embedding.dimensions <= limit:
+            raise InvalidRequestError(
+                f"dimensions is {embedding.dimensions}: must be 1 to {limit}, the model's hidden size"
+            )
+        return params.with_defaults({"max_tokens": 1})
+
+
+def _turn_on_logprobs(
+    params: SamplingParams, wants_logprobs: bool, wants_cumulative_logprob: bool, wants_prompt_logprobs: bool
+) -> SamplingParams:
+    if params.beam_width > 1:
+        for name, wants in (("return_logprobs", wants_logprobs), ("return_prompt_logprobs", wants_prompt_logprobs)):
+            if wants:
+                raise InvalidRequestError(f"{name} is True: must be false when beam_width is over 1")
+        return params  # a beam always has its cumulative log-probability
+    wanted = {"logprobs": wants_logprobs or wants_cumulative_logprob, "prompt_logprobs": wants_prompt_logprobs}
+    missing = {name: 0 for name, wants in wanted.items() if wants and getattr(params, name) is None}
+    return params.model_copy(update=missing) if missing else params

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_backend.errors import ConfigError, UnsupportedModelError
+from deepinfer_backend.errors import ConfigError, InvalidRequestError, UnsupportedModelError, shown
 from deepinfer_backend.models.conversion_cache import converted_folder
 from deepinfer_backend.models.model_files import (
     PICKLE_SUFFIXES,
@@ -23,6 +23,7 @@ from deepinfer_backend.models.model_files import (
     read_json,
 )
 from deepinfer_backend.progress import show_progress
+from deepinfer_backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +36,23 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _HUB_TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _HUB_MODEL_PATTERNS = ["*.safetensors", *_HUB_TOKENIZER_PATTERNS]
 
+# generation_config.json's name → ours.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a model's files say about generating with it."""
+    """What a model's files say about generating with it; `sampling_params`: fields of SamplingParams."""
 
     eos_token_ids: list[int]
+    sampling_params: dict[str, float | int]
 
 
 def resolve_model(model: str | None) -> Path:
@@ -149,11 +161,18 @@ def load_tokenizer(path: Path) -> Any | None:
 
 
 def load_generation_config(path: Path) -> GenerationDefaults:
-    """The end tokens: those of generation_config.json, else of config.json (its text part, if it has parts).
+    """The end tokens and the sampling that the model's files recommend.
+
+    End tokens: those of generation_config.json, else of config.json (its text part, if it has parts). Sampling: what
+    vLLM takes over from generation_config.json.
 
     Raises:
-        UnsupportedModelError: a file is damaged, or its end tokens are not token ids.
+        UnsupportedModelError: a file is damaged, its end tokens are not token ids, or a value is out of its range.
     """
+    return GenerationDefaults(_eos_token_ids(path), _default_sampling_params(path / "generation_config.json"))
+
+
+def _eos_token_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = path / name
         if not file.is_file():
@@ -168,8 +187,26 @@ def load_generation_config(path: Path) -> GenerationDefaults:
         token_ids = eos if isinstance(eos, list) else [eos]
         if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
             raise UnsupportedModelError(f"{file}: eos_token_id is {eos!r}: must be token ids")
-        return GenerationDefaults(token_ids)
-    return GenerationDefaults([])
+        return token_ids
+    return []
+
+
+def _default_sampling_params(file: Path) -> dict[str, float | int]:
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    defaults = {}
+    for name, field in _GENERATION_FIELDS.items():
+        value = content.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise UnsupportedModelError(f"{file}: {name} is {shown(value)}: must be a number")
+        try:
+            defaults[field] = getattr(SamplingParams(**{field: value}), field)
+        except InvalidRequestError as error:
+            raise UnsupportedModelError(f"{file}: {error.message}") from None
+    return defaults
 
 
 def _bundled_gguf() -> Path:

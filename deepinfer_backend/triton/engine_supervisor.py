@@ -33,7 +33,7 @@ class EngineState(Enum):
 class EngineSupervisor:
     """Owns the engine client and the thread that reads from it.
 
-    `add_request` and `abort_requests` may be called from any thread. The callbacks run on the supervisor's thread:
+    `add_request` and the two that abort may be called from any thread. The callbacks run on the supervisor's thread:
     `on_outputs` for each round; `on_death` once for each death, after which no output of that engine follows;
     `on_failed` when it has given up.
     """
@@ -87,20 +87,27 @@ class EngineSupervisor:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """A dead engine has none to abort."""
-        with self._lock:
-            if self._state is not EngineState.RUNNING:
-                return
-            client = self._client
-        try:
-            client.abort_requests(request_ids)
-        except EngineDeadError:
-            logger.debug("nothing to abort: the engine has ended")
+        self._tell(lambda client: client.abort_requests(request_ids))
+
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        """(request id, sequence index) of each; the rest of their requests goes on."""
+        self._tell(lambda client: client.abort_sequences(sequences))
 
     def check_available(self) -> None:
         """Raises UnavailableError while there is no engine; so that a client need not wait in a queue for that."""
         state = self._state
         if state is not EngineState.RUNNING:
             raise UnavailableError(_UNAVAILABLE_BECAUSE[state])
+
+    def _tell(self, tell: Callable[[EngineClient], None]) -> None:
+        with self._lock:
+            if self._state is not EngineState.RUNNING:
+                return
+            client = self._client
+        try:
+            tell(client)
+        except EngineDeadError:
+            logger.debug("nothing to abort: the engine has ended")
 
     def _run(self) -> None:
         while not self._stopping.is_set():

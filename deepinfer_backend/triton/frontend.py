@@ -65,10 +65,14 @@ class Frontend:
         except BaseException:
             self._supervisor.stop()
             raise
-        self._input_processor = InputProcessor(tokenizer, self._supervisor.info)
+        self._max_message_bytes = config.max_message_bytes
+        self._input_processor = InputProcessor(tokenizer, self._supervisor.info, config)
         self._metrics = ModelMetrics(model_name, model_version)
         self._responder = Responder(
-            OutputProcessor(tokenizer), self._supervisor.abort_requests, self._metrics.record_times
+            OutputProcessor(tokenizer),
+            self._supervisor.abort_requests,
+            self._supervisor.abort_sequences,
+            self._metrics.record_latency,
         )
         self._watcher = Watcher(
             self._responder, self._metrics, ShutdownSignal.from_environment(), drain_timeout_s(), self._on_draining
@@ -107,7 +111,7 @@ class Frontend:
         try:
             request_id = new_request_id(request.request_id())
             self._check_available()
-            generate_request = parse_request(request, request_id)
+            generate_request = parse_request(request, request_id, self._max_message_bytes)
         except DeepInferError as error:
             self._refuse(request_id, sender, error)
         except Exception:
@@ -141,10 +145,14 @@ class Frontend:
             return  # cancelled while it waited here
         engine_request = self._input_processor.process(
             request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=request.sampling_params,
+            request.prompt,
+            request.sampling_params,
             priority=request.priority,
+            stream=request.stream,
+            embedding=request.embedding,
+            wants_logprobs="logprobs" in request.output_names,
+            wants_cumulative_logprob="cumulative_logprob" in request.output_names,
+            wants_prompt_logprobs="prompt_logprobs" in request.output_names,
         )
         self._responder.admit(engine_request)
         self._supervisor.add_request(engine_request)

@@ -1,4 +1,4 @@
-"""Engine counters and request times → Triton's metrics endpoint."""
+"""Engine counters and request latencies → Triton's metrics endpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _HISTOGRAMS = {
     "deepinfer_e2e_request_latency_seconds": "From arrival to the last token.",
 }
 _BUCKETS_S = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
-_MAX_KEPT_TIMES = 65_536
+_MAX_KEPT_LATENCIES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimes:
+class RequestLatency:
     """How long one finished request took; the first token's time is None where none came."""
 
     time_to_first_token_s: float | None
@@ -40,7 +40,7 @@ class RequestTimes:
 class ModelMetrics:
     """One model's metrics.
 
-    `record_stats` and `record_times` may be called from any thread and only take note; `publish` and `close` belong
+    `record_stats` and `record_latency` may be called from any thread and only take note; `publish` and `close` belong
     to one thread: each value that Triton is told costs 20 µs, so the step and the responder do not pay for it.
     """
 
@@ -50,7 +50,7 @@ class ModelMetrics:
         self._metrics: dict[str, Any] = {}
         self._stats = EngineStats()
         self._published = EngineStats()
-        self._times: deque[RequestTimes] = deque(maxlen=_MAX_KEPT_TIMES)
+        self._latencies: deque[RequestLatency] = deque(maxlen=_MAX_KEPT_LATENCIES)
         kinds = pb_utils.MetricFamily
         for name, description in _GAUGES.items():
             self._add(name, description, kinds.GAUGE)
@@ -62,24 +62,24 @@ class ModelMetrics:
     def record_stats(self, stats: EngineStats) -> None:
         self._stats = stats
 
-    def record_times(self, times: RequestTimes) -> None:
-        self._times.append(times)
+    def record_latency(self, latency: RequestLatency) -> None:
+        self._latencies.append(latency)
 
     def publish(self) -> None:
         """Tells Triton what changed since the last call."""
-        # Times first: whoever sees a request in them sees its tokens in the counters.
-        while self._times:
-            self._publish_times(self._times.popleft())
+        # Latencies first: whoever sees a request in them sees its tokens in the counters.
+        while self._latencies:
+            self._publish_latency(self._latencies.popleft())
         stats, before = self._stats, self._published
         if stats is not before:
             self._published = stats
             # A new engine counts from zero.
             self._publish_stats(stats, before if before.num_steps <= stats.num_steps else EngineStats())
 
-    def _publish_times(self, times: RequestTimes) -> None:
-        if times.time_to_first_token_s is not None:
-            self._metrics["deepinfer_time_to_first_token_seconds"].observe(times.time_to_first_token_s)
-        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(times.e2e_latency_s)
+    def _publish_latency(self, latency: RequestLatency) -> None:
+        if latency.time_to_first_token_s is not None:
+            self._metrics["deepinfer_time_to_first_token_seconds"].observe(latency.time_to_first_token_s)
+        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(latency.e2e_latency_s)
 
     def _publish_stats(self, stats: EngineStats, before: EngineStats) -> None:
         self._metrics["deepinfer_requests_running"].set(stats.num_running)

@@ -22,17 +22,52 @@ class TensorSpec:
     dims: list[int]
 
 
+RETURN_INPUTS: dict[str, tuple[str, ...]] = {
+    "return_finish_reason": ("finish_reason",),
+    "return_stop_reason": ("stop_reason",),
+    "return_cumulative_logprob": ("cumulative_logprob",),
+    "return_logprobs": ("logprobs",),
+    "return_prompt_logprobs": ("prompt_logprobs",),
+    "return_num_input_tokens": ("num_input_tokens",),
+    "return_num_output_tokens": ("num_output_tokens",),
+    "return_num_cached_tokens": ("num_cached_tokens",),
+    "return_perf_metrics": (
+        "arrival_time_ns",
+        "first_scheduled_time_ns",
+        "first_token_time_ns",
+        "last_token_time_ns",
+    ),
+}
+"""Input → the additional outputs that it asks for."""
+
 INPUTS = (
     TensorSpec("text_input", "TYPE_STRING", [1]),
     TensorSpec("input_ids", "TYPE_INT32", [-1]),
+    TensorSpec("messages", "TYPE_STRING", [1]),
+    TensorSpec("tools", "TYPE_STRING", [1]),
+    TensorSpec("chat_template_kwargs", "TYPE_STRING", [1]),
+    TensorSpec("embedding_request", "TYPE_STRING", [1]),
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
+    *(TensorSpec(name, "TYPE_BOOL", [1]) for name in RETURN_INPUTS),
 )
 OUTPUTS = (
-    TensorSpec("text_output", "TYPE_STRING", [1]),
+    TensorSpec("text_output", "TYPE_STRING", [-1]),
     TensorSpec("token_ids", "TYPE_INT32", [-1]),
-    TensorSpec("finish_reason", "TYPE_STRING", [1]),
+    TensorSpec("sequence_index", "TYPE_INT32", [-1]),
+    TensorSpec("finish_reason", "TYPE_STRING", [-1]),
+    TensorSpec("stop_reason", "TYPE_STRING", [-1]),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", [-1]),
+    TensorSpec("logprobs", "TYPE_STRING", [-1]),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
+    TensorSpec("num_input_tokens", "TYPE_UINT32", [1]),
+    TensorSpec("num_output_tokens", "TYPE_UINT32", [-1]),
+    TensorSpec("num_cached_tokens", "TYPE_UINT32", [1]),
+    TensorSpec("arrival_time_ns", "TYPE_INT64", [-1]),
+    TensorSpec("first_scheduled_time_ns", "TYPE_INT64", [-1]),
+    TensorSpec("first_token_time_ns", "TYPE_INT64", [-1]),
+    TensorSpec("last_token_time_ns", "TYPE_INT64", [-1]),
 )
 
 MODEL_PY = '''\

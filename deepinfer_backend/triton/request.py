@@ -1,4 +1,4 @@
-"""Triton's tensors and parameters → GenerateRequest, checked; TextDelta → tensors."""
+"""Triton's tensors and parameters → GenerateRequest, checked."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
-
+from deepinfer_backend.engine.chat import Chat, read_json
+from deepinfer_backend.engine.input_processor import Prompt
+from deepinfer_backend.engine.messages import EmbeddingParams
 from deepinfer_backend.errors import InvalidRequestError, nearest_name, shown
-from deepinfer_backend.outputs import TextDelta
 from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.triton.input_tensors import InputTensors
+from deepinfer_backend.triton.model_config import OUTPUTS, RETURN_INPUTS
 
 MAX_SAMPLING_PARAMETERS_BYTES = 1_048_576
 MAX_SHOWN_ID_CHARS = 64
@@ -26,6 +26,11 @@ _TIMEOUT = "timeout"  # microseconds, as in Triton's own protocol
 _TRITONS_OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "binary_data_output"})
 _TRITONS_PREFIX = "triton_"
 
+_PROMPT_INPUTS = ("text_input", "input_ids", "messages", "embedding_request")
+_CHAT_INPUTS = ("tools", "chat_template_kwargs")
+_ALWAYS_SENT = frozenset({"text_output", "token_ids"})
+_ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS)
+
 _request_numbers = itertools.count(1)
 
 
@@ -34,14 +39,15 @@ class GenerateRequest:
     """One request as the client sent it, copied out of shared memory and checked as far as that is cheap.
 
     `request_id` is ours: unique in this process, and begins with what a log may show of the client's own.
+    `echo` stands in front of each text. `output_names`: the tensors that the client is to get.
     """
 
     request_id: str
-    prompt: str | None
-    prompt_token_ids: NDArray[np.int32] | None
+    prompt: Prompt
+    embedding: EmbeddingParams | None
     sampling_params: SamplingParams
     stream: bool
-    prepend_prompt: bool
+    echo: str
     priority: int
     timeout_s: float | None
     output_names: frozenset[str]
@@ -53,99 +59,106 @@ def new_request_id(client_id: str) -> str:
     return f"{escaped or 'request'}#{next(_request_numbers)}"
 
 
-def parse_request(request: Any, request_id: str) -> GenerateRequest:
+def parse_request(request: Any, request_id: str, max_message_bytes: int) -> GenerateRequest:
     """Reads a Triton InferenceRequest.
+
+    max_message_bytes: the largest `messages`, `tools`, `chat_template_kwargs` and `embedding_request`, each.
 
     Raises:
         InvalidRequestError: the message names the field, the value and the limit.
     """
-    tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    tensors = InputTensors(request)
     parameters = json.loads(request.parameters() or "{}")
-    stream = _read_bool(tensors, "stream") or False
-    exclude_input = _read_bool(tensors, "exclude_input_in_output")
+    stream = tensors.bool("stream") or False
+    exclude_input = tensors.bool("exclude_input_in_output")
     if stream and exclude_input is False:
         raise InvalidRequestError("exclude_input_in_output is false: must be true (or left out) when stream is true")
-    prompt = _read_text(tensors, "text_input")
-    prompt_token_ids = _read_token_ids(tensors)
-    if (prompt is None) == (prompt_token_ids is None):
-        found = "neither" if prompt is None else "both"
-        raise InvalidRequestError(f"a request needs exactly one of text_input and input_ids: got {found}")
+    prompt, embedding = _read_prompt(tensors, max_message_bytes)
+    is_echoed = isinstance(prompt, str) and embedding is None and not stream and not exclude_input
     priority, timeout_s, sampling_fields = _split_parameters(parameters)
     sampling_fields.update(_read_sampling_parameters(tensors))
+    params = SamplingParams(**sampling_fields)
     return GenerateRequest(
         request_id=request_id,
         prompt=prompt,
-        prompt_token_ids=prompt_token_ids,
-        sampling_params=SamplingParams(**sampling_fields),
+        embedding=embedding,
+        sampling_params=params,
         stream=stream,
-        prepend_prompt=not stream and not exclude_input,
+        echo=str(prompt) if is_echoed else "",
         priority=priority,
-        timeout_s=timeout_s if timeout_s is not None else _grpc_timeout_s(request),
-        output_names=frozenset(request.requested_output_names()),
+        timeout_s=timeout_s if timeout_s is not None else request.timeout() / 1e6 or None,
+        output_names=_output_names(tensors, request.requested_output_names(), params),
     )
 
 
-def build_output_tensors(delta: TextDelta, output_names: frozenset[str]) -> list[Any]:
-    """The tensors of one response; only those that the client asked for, all when it named none."""
-    tensors = {
-        "text_output": np.array([delta.text.encode("utf-8", errors="replace")], dtype=np.object_),
-        "token_ids": np.array(delta.token_ids, dtype=np.int32),
-        "finish_reason": np.array([str(delta.finish_reason)], dtype=np.object_),
-    }
-    wanted = output_names or tensors.keys()
-    return [pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted]
+def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, EmbeddingParams | None]:
+    given = [name for name in _PROMPT_INPUTS if name in tensors]
+    if len(given) != 1:
+        found = {0: "neither", 2: "both"}.get(len(given), " and ".join(given))
+        names = f"{', '.join(_PROMPT_INPUTS[:-1])} and {_PROMPT_INPUTS[-1]}"
+        raise InvalidRequestError(f"a request needs exactly one of {names}: got {found}")
+    (name,) = given
+    for chat_input in _CHAT_INPUTS:
+        if chat_input in tensors and name != "messages":
+            raise InvalidRequestError(f"{chat_input} is set: must be left out without messages")
+    if name == "input_ids":
+        token_ids = tensors.token_ids(name)
+        assert token_ids is not None
+        return token_ids, None
+    text = tensors.text(name)
+    assert text is not None
+    if name == "text_input":
+        return text, None
+    if name == "messages":
+        return Chat.from_json(text, tensors.text("tools"), tensors.text("chat_template_kwargs"), max_bytes), None
+    return _read_embedding_request(read_json(name, text, max_bytes))
 
 
-def _read_element(tensors: Mapping[str, NDArray[Any]], name: str) -> Any:
-    """The only element of tensor `name`, or None when the client did not send it."""
-    array = tensors.get(name)
-    if array is None:
-        return None
-    if array.shape != (1,):
-        raise InvalidRequestError(f"{name} has shape {list(array.shape)}: must be [1] (one prompt in a request)")
-    return array[0]
-
-
-def _read_bool(tensors: Mapping[str, NDArray[Any]], name: str) -> bool | None:
-    value = _read_element(tensors, name)
-    return None if value is None else bool(value)
-
-
-def _read_text(tensors: Mapping[str, NDArray[Any]], name: str) -> str | None:
-    value = _read_element(tensors, name)
-    if value is None:
-        return None
-    data = value if isinstance(value, bytes) else str(value).encode("utf-8", errors="surrogatepass")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
+def _read_embedding_request(content: Any) -> tuple[Prompt, EmbeddingParams]:
+    """As Triton's OpenAI frontend writes it: an input, and perhaps pooling_params with dimensions."""
+    name = "embedding_request"
+    _check_keys(name, content, ("input", "pooling_params"))
+    prompt = content.get("input")
+    is_token_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
+    if not isinstance(prompt, str) and not is_token_ids:
+        raise InvalidRequestError(f"{name}.input is {shown(prompt)}: must be a string or a list of token ids")
+    pooling = content.get("pooling_params") or {}
+    _check_keys(f"{name}.pooling_params", pooling, ("dimensions",))
+    dimensions = pooling.get("dimensions")
+    if isinstance(dimensions, list) and len(dimensions) == 1:
+        (dimensions,) = dimensions
+    if dimensions is not None and type(dimensions) is not int:
         raise InvalidRequestError(
-            f"{name} is not valid UTF-8: byte {shown(data[error.start : error.start + 1])} at {error.start}"
-        ) from None
+            f"{name}.pooling_params.dimensions is {shown(dimensions)}: must be a whole number or a list of one"
+        )
+    return prompt, EmbeddingParams(dimensions)
 
 
-def _read_token_ids(tensors: Mapping[str, NDArray[Any]]) -> NDArray[np.int32] | None:
-    array = tensors.get("input_ids")
-    if array is None:
-        return None
-    if array.ndim != 1:
-        raise InvalidRequestError(f"input_ids has shape {list(array.shape)}: must be [number of tokens]")
-    return np.array(array, dtype=np.int32)  # a copy: the tensor is a view of shared memory
+def _check_keys(name: str, content: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"{name} is {shown(content)}: must be a JSON object")
+    for key in content:
+        if key not in known:
+            raise InvalidRequestError(f"{name}: unknown field {shown(key)}{nearest_name(key, known)}")
 
 
-def _read_sampling_parameters(tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    text = _read_text(tensors, "sampling_parameters")
+def _output_names(tensors: InputTensors, requested: set[str], params: SamplingParams) -> frozenset[str]:
+    """What to send: an additional output only if the client asked for it, by `return_…` or by its name.
+
+    Triton names all outputs for a client that named none, so "all" is nobody's wish.
+    """
+    asked = {output for name, outputs in RETURN_INPUTS.items() if tensors.bool(name) for output in outputs}
+    if params.n > 1:
+        asked.add("sequence_index")
+    is_selection = bool(requested) and not requested >= _ALL_OUTPUTS
+    return _ALWAYS_SENT | asked | (requested if is_selection else set())
+
+
+def _read_sampling_parameters(tensors: InputTensors) -> dict[str, Any]:
+    text = tensors.text("sampling_parameters")
     if text is None:
         return {}
-    if len(text) > MAX_SAMPLING_PARAMETERS_BYTES:
-        raise InvalidRequestError(
-            f"sampling_parameters has {len(text)} characters: must be at most {MAX_SAMPLING_PARAMETERS_BYTES}"
-        )
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequestError(f"sampling_parameters is {shown(text)}: not valid JSON ({reason})") from None
+    fields = read_json("sampling_parameters", text, MAX_SAMPLING_PARAMETERS_BYTES)
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"sampling_parameters is {shown(text)}: must be a JSON object")
     return fields
@@ -176,7 +189,3 @@ def _whole_number(name: str, value: Any, lowest: int, highest: int) -> int:
     if number is None or not lowest <= number <= highest:
         raise InvalidRequestError(f"{name} is {shown(value)}: must be a whole number from {lowest} to {highest}")
     return number
-
-
-def _grpc_timeout_s(request: Any) -> float | None:
-    return request.timeout() / 1e6 or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from typing import Protocol
 
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.engine.engine_client import EngineOutputs
-from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.engine.messages import EngineRequest, RequestResult
 from deepinfer_backend.engine.output_processor import ProcessedOutputs
 from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
 from deepinfer_backend.outputs import TextDelta
-from deepinfer_backend.triton.metrics import RequestTimes
+from deepinfer_backend.triton.metrics import RequestLatency
 from deepinfer_backend.triton.response_stream import ResponseStream
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ _JOIN_TIMEOUT_S = 5.0
 class TokensToText(Protocol):
     """What the responder needs of an OutputProcessor."""
 
-    def add_request(self, request: EngineRequest) -> None: ...
-    def process(self, outputs: list[RequestOutput]) -> ProcessedOutputs: ...
+    def add_request(self, request: EngineRequest, arrival_time_ns: int) -> None: ...
+    def process(self, outputs: list[RequestOutput], results: list[RequestResult]) -> ProcessedOutputs: ...
     def remove_request(self, request_id: str) -> None: ...
 
 
@@ -68,10 +69,12 @@ class Responder:
         self,
         output_processor: TokensToText,
         abort_requests: Callable[[list[str]], None],
-        observe: Callable[[RequestTimes], None],
+        abort_sequences: Callable[[list[tuple[str, int]]], None],
+        observe: Callable[[RequestLatency], None],
     ) -> None:
         self._output_processor = output_processor
         self._abort_requests = abort_requests
+        self._abort_sequences = abort_sequences
         self._observe = observe
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._lock = threading.Lock()  # guards _open against a change while it is copied
@@ -141,24 +144,30 @@ class Responder:
         return events
 
     def _admit(self, request: EngineRequest) -> None:
-        if request.request_id in self._open:  # else it was cancelled meanwhile
+        stream = self._open.get(request.request_id)
+        if stream is not None:  # else it was cancelled meanwhile
             self._admitted.add(request.request_id)
-            self._output_processor.add_request(request)
+            self._output_processor.add_request(request, stream.arrival_time_ns)
 
     def _respond(self, rounds: list[EngineOutputs]) -> None:
-        outputs: dict[str, list[RequestOutput]] = {}
+        outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+        results: defaultdict[str, list[RequestResult]] = defaultdict(list)
         for round_ in rounds:
             for output in round_.outputs:
-                outputs.setdefault(output.request_id, []).append(output)
+                outputs[output.request_id].append(output)
+            for result in round_.results:
+                results[result.request_id].append(result)
         ids_to_abort: list[str] = []
+        sequences_to_abort: list[tuple[str, int]] = []
         # Each request by itself, so that one that cannot be turned into text fails alone.
-        for request_id, its_outputs in outputs.items():
+        for request_id in {**outputs, **results}:
             if request_id not in self._admitted:
                 ids_to_abort.append(request_id)  # nobody waits for it: the engine need not compute it
                 continue
             with self._guard(request_id):
-                processed = self._output_processor.process(its_outputs)
+                processed = self._output_processor.process(outputs[request_id], results[request_id])
                 ids_to_abort.extend(processed.request_ids_to_abort)
+                sequences_to_abort.extend(processed.sequences_to_abort)
                 for _, delta in processed.deltas:
                     self._send(request_id, delta)
         for round_ in rounds:
@@ -166,14 +175,16 @@ class Responder:
                 self._end_with_error(failure.request_id, failure.error, abort=False)
         if ids_to_abort:
             self._abort_requests(ids_to_abort)
+        if sequences_to_abort:
+            self._abort_sequences(sequences_to_abort)
 
     def _send(self, request_id: str, delta: TextDelta) -> None:
         stream = self._open.get(request_id)
         if stream is None:
             return
         stream.send_delta(delta)
-        if delta.finish_reason is not None:
-            self._observe(stream.times())
+        if delta.ends_request:
+            self._observe(stream.latency())
             self._forget(request_id)
         elif stream.is_finished:  # its client is gone
             self._abort_requests([request_id])

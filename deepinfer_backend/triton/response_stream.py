@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -13,8 +12,9 @@ import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.errors import DeepInferError
 from deepinfer_backend.outputs import TextDelta
-from deepinfer_backend.triton.metrics import RequestTimes
-from deepinfer_backend.triton.request import GenerateRequest, build_output_tensors
+from deepinfer_backend.triton.metrics import RequestLatency
+from deepinfer_backend.triton.request import GenerateRequest
+from deepinfer_backend.triton.response_tensors import build_output_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,18 @@ class ResponseStream:
 
     Always true: the state leaves OPEN once, in `_send`, together with the only FINAL. `send_delta` and `fail` belong
     to the responder thread and do nothing once FINISHED; `is_cancelled` and `is_finished` may be called from any.
-    A client that does not stream gets one response, whose text and tokens are those of all deltas.
+    A client that does not stream gets one response, which has the whole sequences in order of their index.
     """
 
     def __init__(self, request_id: str, sender: Any, request: GenerateRequest | None) -> None:
         """`request` is None when it could not be read: such a stream can only fail."""
         self.request_id = request_id
-        self.arrival_s = time.monotonic()
+        self.arrival_time_ns = time.monotonic_ns()
         self.first_token_s: float | None = None
         self.deadline_s = self.arrival_s + request.timeout_s if request and request.timeout_s else None
         self._sender = sender
         self._request = request
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._sequences: dict[int, TextDelta] = {}
         # Guards sender and state: Triton 2.51 crashes when a sender is asked is_cancelled() after its FINAL.
         self._lock = threading.Lock()
         self._state = State.OPEN
@@ -57,25 +56,34 @@ class ResponseStream:
         with self._lock:
             return self._state is State.OPEN and bool(self._sender.is_cancelled())
 
-    def times(self) -> RequestTimes:
+    @property
+    def arrival_s(self) -> float:
+        """In the time of `time.monotonic`."""
+        return self.arrival_time_ns / 1e9
+
+    def latency(self) -> RequestLatency:
         """How long it took until now."""
         first_s = None if self.first_token_s is None else self.first_token_s - self.arrival_s
-        return RequestTimes(first_s, time.monotonic() - self.arrival_s)
+        return RequestLatency(first_s, time.monotonic() - self.arrival_s)
 
     def send_delta(self, delta: TextDelta) -> None:
-        """Sends it, or keeps it for a client that does not stream; with a finish reason it is the last."""
-        assert self._request is not None
+        """Sends it, or keeps it for a client that does not stream; the one that ends the request is the last."""
+        request = self._request
+        assert request is not None
         if self.first_token_s is None and delta.token_ids:
             self.first_token_s = time.monotonic()
-        if not self._request.stream:
-            self._texts.append(delta.text)
-            self._token_ids.extend(delta.token_ids)
-            if delta.finish_reason is None:
+        deltas = [delta]
+        if not request.stream:
+            if delta.sequence_index in self._sequences:
+                self._sequences[delta.sequence_index].append(delta)
+            else:
+                delta.text = request.echo + delta.text
+                self._sequences[delta.sequence_index] = delta
+            if not delta.ends_request:
                 return
-            prompt = self._request.prompt if self._request.prepend_prompt else None
-            delta = replace(delta, text="".join([prompt or "", *self._texts]), token_ids=self._token_ids)
-        response = pb_utils.InferenceResponse(build_output_tensors(delta, self._request.output_names))
-        self._send(response, is_final=delta.finish_reason is not None)
+            deltas = [self._sequences[index] for index in sorted(self._sequences)]
+        response = pb_utils.InferenceResponse(build_output_tensors(deltas, request.output_names))
+        self._send(response, is_final=delta.ends_request)
 
     def fail(self, error: DeepInferError) -> None:
         """Ends the request with an error."""

@@ -33,11 +33,14 @@ def start_frontend(
         DeepInferError: the arguments are wrong, or the engine cannot start.
     """
     end_with_server()
-    # The tokenizer's library takes as long to import as an engine to start: side by side.
-    threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
     config = _place_on_device(EngineConfig(**arguments), instance_kind, device_id)
+    if not config.skip_tokenizer_init:
+        # The tokenizer's library takes as long to import as an engine to start: side by side.
+        threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
 
     def load(info: EngineInfo) -> Any:
+        if config.skip_tokenizer_init:
+            return None
         return load_tokenizer(resolve_tokenizer(config.tokenizer, Path(info.model_path)))
 
     return Frontend(

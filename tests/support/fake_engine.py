@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineOutputs, RequestFailure
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.errors import DeepInferError, EngineDeadError
 
 
-def output(request_id: str, token_id: int, finish_reason: str = "NONE") -> Any:
+def output(request_id: str, token_id: int, finish_reason: str = "NONE", **others: Any) -> Any:
     """What a RequestOutput of the core looks like; the core makes them in its own pool only."""
+    fields = {
+        "seq_id": 0,
+        "sequence_index": 0,
+        "output_index": 0,
+        "stop_token_id": -1,
+        "num_prompt_tokens": 1,
+        "num_cached_tokens": 0,
+        "first_scheduled_time_ns": 1,
+        "logprob": math.nan,
+        "rank": 0,
+        "top_logprobs": [],
+    }
     return SimpleNamespace(
         request_id=request_id,
-        seq_id=0,
-        sequence_index=0,
-        output_index=0,
         token_id=token_id,
         finished=finish_reason != "NONE",
         finish_reason=SimpleNamespace(name=finish_reason),
-        stop_token_id=-1,
-        num_prompt_tokens=1,
-        num_cached_tokens=0,
+        **{**fields, **others},
     )
 
 
 class FakeEngine:
     """Records what it is asked; answers with what the test puts in."""
 
-    info = EngineInfo("/nowhere", 100, 1000, 50, 16, "cpu", "float32")
+    info = EngineInfo("/nowhere", 100, 1000, 50, 16, "cpu", "float32", hidden_size=8)
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.added: SimpleQueue[EngineRequest] = SimpleQueue()
         self.aborted: list[str] = []
+        self.aborted_sequences: list[tuple[str, int]] = []
         self.is_closed = False
         self._rounds: SimpleQueue[EngineOutputs | Exception] = SimpleQueue()
         self._is_dead = threading.Event()
@@ -48,6 +58,9 @@ class FakeEngine:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.aborted.extend(request_ids)
+
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        self.aborted_sequences.extend(sequences)
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         try:
@@ -69,8 +82,8 @@ class FakeEngine:
         """The next one that was added."""
         return self.added.get(timeout=timeout_s)
 
-    def step(self, *outputs: Any, stats: EngineStats | None = None) -> None:
-        self._rounds.put(EngineOutputs(list(outputs), [], stats or EngineStats()))
+    def step(self, *outputs: Any, stats: EngineStats | None = None, results: Sequence[RequestResult] = ()) -> None:
+        self._rounds.put(EngineOutputs(list(outputs), [], stats or EngineStats(), list(results)))
 
     def refuse(self, request_id: str, error: DeepInferError) -> None:
         self._rounds.put(EngineOutputs([], [RequestFailure(request_id, error)], EngineStats()))

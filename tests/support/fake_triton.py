@@ -90,9 +90,13 @@ class Sender:
         return last.error if last is not None else None
 
     def outputs(self, name: str) -> list[Any]:
-        """The values of one output tensor, response by response."""
+        """The values of one output tensor, response by response; strings are decoded."""
         arrays = [t.as_numpy() for r in self.sent if r is not None for t in r.tensors if t.name() == name]
-        return [array.tolist() for array in arrays]
+        return [[decoded(value) for value in array.tolist()] for array in arrays]
+
+
+def decoded(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 class Request:

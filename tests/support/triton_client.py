@@ -13,28 +13,36 @@ from typing import Any
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
+from deepinfer_backend.triton.model_config import INPUTS
 from deepinfer_backend.triton.server import TritonServer
 
-_DATATYPES = {
-    "text_input": "BYTES",
-    "input_ids": "INT32",
-    "stream": "BOOL",
-    "sampling_parameters": "BYTES",
-    "exclude_input_in_output": "BOOL",
-}
+_DATATYPES = {spec.name: spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES") for spec in INPUTS}
 
 
 @dataclass(frozen=True)
 class Response:
-    """One message of a stream."""
+    """One message of a stream; `outputs`: the values of every tensor in it, by name."""
 
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
+    outputs: dict[str, list[Any]]
     is_final: bool
     error: str | None
-    num_outputs: int
+
+    @property
+    def text(self) -> str:
+        """Of the only sequence."""
+        return str(self.outputs.get("text_output", [""])[0])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs.get("token_ids", [])
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the only sequence."""
+        reasons: list[str | None] = self.outputs.get("finish_reason", [None])
+        return reasons[0]
 
 
 class GrpcRequest:
@@ -52,11 +60,12 @@ class GrpcRequest:
         shapes: dict[str, list[int]] | None = None,
         **inputs: Any,
     ) -> None:
-        """`inputs`: tensors by name; `sampling_parameters` may be a dict."""
+        """`inputs`: tensors by name; JSON may be a dict or a list of them. The finish reason is asked for."""
         self.responses: list[Response] = []
         self.end_s: float | None = None
         self.rpc_error: grpc.RpcError | None = None
         self._first = threading.Event()
+        inputs = {"return_finish_reason": True, **inputs}
         message = _build_message(model, request_id, parameters or {}, outputs or [], shapes or {}, inputs)
         self._channel = grpc.insecure_channel(f"localhost:{server.grpc_port}")
         stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -151,7 +160,7 @@ def _build_message(
     message.outputs.extend(service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=name) for name in outputs)
     for name, value in inputs.items():
         datatype = _DATATYPES[name]
-        values = value if isinstance(value, list) else [value]
+        values = [value] if not isinstance(value, list) or isinstance(next(iter(value), None), dict) else value
         tensor = message.inputs.add(name=name, datatype=datatype, shape=shapes.get(name, [len(values)]))
         match datatype:
             case "BYTES":
@@ -164,19 +173,25 @@ def _build_message(
 
 
 def _to_bytes(value: Any) -> bytes:
-    if isinstance(value, dict):
+    if isinstance(value, dict | list):
         return json.dumps(value).encode()
     return value if isinstance(value, bytes) else str(value).encode()
 
 
 def _read_message(message: Any) -> Response:
     response = message.infer_response
-    raw = dict(zip((output.name for output in response.outputs), response.raw_output_contents, strict=True))
     return Response(
-        text=raw["text_output"][4:].decode() if "text_output" in raw else "",
-        token_ids=np.frombuffer(raw.get("token_ids", b""), dtype=np.int32).tolist(),
-        finish_reason=raw["finish_reason"][4:].decode() if "finish_reason" in raw else None,
+        outputs={
+            output.name: _values(output.datatype, raw)
+            for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+        },
         is_final=response.parameters["triton_final_response"].bool_param,
         error=message.error_message or None,
-        num_outputs=len(raw),
     )
+
+
+def _values(datatype: str, raw: bytes) -> list[Any]:
+    if datatype == "BYTES":
+        return [text.decode() for text in deserialize_bytes_tensor(raw)]
+    values: list[Any] = np.frombuffer(raw, dtype=triton_to_np_dtype(datatype)).tolist()
+    return values

@@ -23,6 +23,7 @@ from tests.support.fake_triton import MetricFamily, Request, TritonError
 from tests.support.triton_server import wait_until
 
 from deepinfer_backend.triton.frontend import Frontend  # isort: skip (after fake_triton)
+from deepinfer_backend.triton.model_config import OUTPUTS  # isort: skip
 
 assert fake_triton
 
@@ -109,7 +110,7 @@ def assert_failed(request: Request, code: int, *parts: str) -> None:
 
 
 def test_final_is_on_the_last_data_response_of_a_stream(frontend: Frontend, engine: FakeEngine) -> None:
-    request_id, request = start_request(frontend, engine, stream=True)
+    request_id, request = start_request(frontend, engine, stream=True, return_finish_reason=True)
     engine.step(output(request_id, 5))
     wait_until(lambda: len(request.sender.sent) == 1, 5, "first response")
     engine.step(output(request_id, 6, "LENGTH"))
@@ -120,7 +121,7 @@ def test_final_is_on_the_last_data_response_of_a_stream(frontend: Frontend, engi
 
 
 def test_one_response_without_stream_has_all_tokens(frontend: Frontend, engine: FakeEngine) -> None:
-    request_id, request = start_request(frontend, engine)
+    request_id, request = start_request(frontend, engine, return_finish_reason=True)
     for token_id in (5, 6):
         engine.step(output(request_id, token_id))
     engine.step(output(request_id, 7, "STOP"))
@@ -148,12 +149,25 @@ def test_an_engine_that_outruns_the_client_gets_fewer_longer_responses(frontend:
     assert len(request.sender.sent) <= 3
 
 
-def test_only_requested_outputs_are_sent(frontend: Frontend, engine: FakeEngine) -> None:
-    request_id, request = start_request(frontend, engine, outputs=("token_ids",))
-    engine.step(output(request_id, 5, "LENGTH"))
-    request.sender.wait()
-    assert request.sender.outputs("token_ids") == [[5]]
-    assert request.sender.outputs("text_output") == request.sender.outputs("finish_reason") == []
+def test_additional_outputs_are_sent_only_when_they_were_asked_for(frontend: Frontend, engine: FakeEngine) -> None:
+    """Triton names every output for a client that named none, so all together are no wish."""
+    every_output = tuple(spec.name for spec in OUTPUTS)
+    for asking, expected in [
+        ({}, {"text_output", "token_ids"}),
+        ({"outputs": every_output}, {"text_output", "token_ids"}),
+        ({"outputs": ("num_input_tokens",)}, {"text_output", "token_ids", "num_input_tokens"}),
+        ({"return_stop_reason": True}, {"text_output", "token_ids", "stop_reason"}),
+        ({"return_stop_reason": False}, {"text_output", "token_ids"}),
+    ]:
+        request_id, request = start_request(frontend, engine, **asking)  # type: ignore[arg-type]
+        engine.step(output(request_id, 5))
+        engine.step(output(request_id, 6, "LENGTH"))
+        request.sender.wait()
+        assert [names(response) for response in request.sender.sent] == [expected]
+
+
+def names(response: Any) -> set[str]:
+    return {tensor.name() for tensor in response.tensors}
 
 
 def test_two_requests_with_the_same_client_id_do_not_mix(frontend: Frontend, engine: FakeEngine) -> None:
@@ -276,10 +290,10 @@ def test_an_error_while_answering_one_request_is_that_requests_alone(
     processor = frontend._responder._output_processor
     process = processor.process
 
-    def failing(outputs: list[Any]) -> Any:
+    def failing(outputs: list[Any], results: list[Any]) -> Any:
         if outputs[0].request_id == bad_id:
             raise KeyError("/secret/path")
-        return process(outputs)
+        return process(outputs, results)
 
     monkeypatch.setattr(processor, "process", failing)
     with caplog.at_level(logging.ERROR):

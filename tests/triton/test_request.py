@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from deepinfer_backend.errors import InvalidRequestError
-from deepinfer_backend.outputs import TextDelta
 from tests.support import fake_triton
 from tests.support.fake_triton import Request
 
 from deepinfer_backend.triton.request import (  # isort: skip (after fake_triton)
     MAX_SAMPLING_PARAMETERS_BYTES,
-    build_output_tensors,
     new_request_id,
     parse_request,
 )
@@ -23,8 +21,11 @@ from deepinfer_backend.triton.request import (  # isort: skip (after fake_triton
 assert fake_triton
 
 
+MAX_MESSAGE_BYTES = 1_000
+
+
 def parse(**request: Any) -> Any:
-    return parse_request(Request(**request), "id")
+    return parse_request(Request(**request), "id", MAX_MESSAGE_BYTES)
 
 
 def test_the_tensor_wins_over_the_request_parameter() -> None:
@@ -55,14 +56,14 @@ def test_a_grpc_timeout_is_a_deadline_too() -> None:
 def test_exclude_input_in_output_has_vllms_defaults(stream: bool | None, exclude: bool | None, prepend: bool) -> None:
     given = {"stream": stream, "exclude_input_in_output": exclude}
     tensors = {name: value for name, value in given.items() if value is not None}
-    assert parse(text_input="x", **tensors).prepend_prompt is prepend
+    assert parse(text_input="x", **tensors).echo == ("x" if prepend else "")
 
 
 def test_input_ids_are_copied_out_of_shared_memory() -> None:
     tensor = np.array([1, 2, 3], dtype=np.int32)
     request = parse(input_ids=tensor)
     tensor[:] = 0
-    assert request.prompt_token_ids.tolist() == [1, 2, 3]
+    assert request.prompt.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("text", ["Grüße 😀\0\n", ""])
@@ -71,7 +72,7 @@ def test_text_arrives_as_it_was_sent(text: str) -> None:
 
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no input": ({}, "exactly one of text_input and input_ids: got neither"),
+    "no input": ({}, "exactly one of text_input, input_ids, messages and embedding_request: got neither"),
     "both inputs": ({"text_input": "x", "input_ids": [1]}, "got both"),
     "stream with the prompt": (
         {"text_input": "x", "stream": True, "exclude_input_in_output": False},
@@ -97,7 +98,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "long number": ({"text_input": "x", "sampling_parameters": '{"top_k":' + "1" * 5_000 + "}"}, "not valid JSON"),
     "long JSON": (
         {"text_input": "x", "sampling_parameters": " " * (MAX_SAMPLING_PARAMETERS_BYTES + 1)},
-        f"must be at most {MAX_SAMPLING_PARAMETERS_BYTES}",
+        f"must have at most {MAX_SAMPLING_PARAMETERS_BYTES}",
     ),
     "unknown field": (
         {"text_input": "x", "sampling_parameters": '{"max_token": 1}'},
@@ -126,10 +127,3 @@ def test_request_ids_are_unique_and_cannot_forge_a_log_line() -> None:
     assert first != second
     assert first.startswith("a\\nERROR \\xe9xxx")
     assert first.isascii() and first.isprintable() and len(first) < 100
-
-
-def test_finish_reason_is_the_word_none_until_the_last_response() -> None:
-    for reason, expected in ((None, ["None"]), ("stop", ["stop"])):
-        tensors = build_output_tensors(TextDelta(0, "é", [5], finish_reason=reason), frozenset())
-        values = {tensor.name(): tensor.as_numpy().tolist() for tensor in tensors}
-        assert values == {"text_output": ["é".encode()], "token_ids": [5], "finish_reason": expected}

@@ -60,7 +60,7 @@ def test_the_model_really_splits_characters(server: TritonServer, tokenizer: Any
 
 def test_stream_over_http_has_one_event_per_response_and_the_reason_on_the_last(server: TritonServer) -> None:
     body: dict[str, Any] = {"text_input": PROMPTS["code"], "temperature": 0, "max_tokens": 16}
-    events = http_stream(server, **body, stream=True)
+    events = http_stream(server, **body, stream=True, return_finish_reason=True)
     assert [event["finish_reason"] for event in events] == ["None"] * (len(events) - 1) + ["length"]
     status, answer = http_generate(server, **body, exclude_input_in_output=True)
     assert status == 200

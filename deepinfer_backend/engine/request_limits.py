@@ -1,0 +1,52 @@
+"""What one request may cost and which names and token ids it may use: limits of the configuration and of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.messages import EngineInfo
+from deepinfer_backend.errors import InvalidRequestError, shown
+from deepinfer_backend.sampling_params import SamplingParams
+
+
+def check_limits(params: SamplingParams, info: EngineInfo, config: EngineConfig) -> None:
+    """Raises InvalidRequestError with the field, its value, the limit, and the name of the limit where it has one."""
+    _check_number("n", params.n, "max_n", config)
+    _check_number("beam_width", params.beam_width, "max_beam_width", config)
+    _check_number("logprobs", params.logprobs, "max_logprobs", config)
+    _check_number("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
+    _check_entries("logit_bias", len(params.logit_bias), "max_logit_bias_entries", config)
+    _check_entries("stop", len(params.stop), "max_stop_strings", config)
+    _check_entries("bad_words", len(params.bad_words), "max_bad_words", config)
+    _check_token_ids("logit_bias", params.logit_bias, info)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, info)
+    _check_lora_name(params.lora_name, config)
+
+
+def _check_number(name: str, value: int | None, limit_name: str, config: EngineConfig) -> None:
+    limit = getattr(config, limit_name)
+    if value is not None and value > limit:
+        raise InvalidRequestError(f"{name} is {value}: must be at most {limit} ({limit_name})")
+
+
+def _check_entries(name: str, num_entries: int, limit_name: str, config: EngineConfig) -> None:
+    limit = getattr(config, limit_name)
+    if num_entries > limit:
+        raise InvalidRequestError(f"{name} has {num_entries} entries: must have at most {limit} ({limit_name})")
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], info: EngineInfo) -> None:
+    outside = next((token_id for token_id in token_ids if token_id >= info.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequestError(
+            f"{name} has {outside}: must be 0 to {info.vocab_size - 1}, the vocabulary's size less 1"
+        )
+
+
+def _check_lora_name(lora_name: str | None, config: EngineConfig) -> None:
+    if lora_name is not None and lora_name not in config.lora_modules:
+        known = ", ".join(map(repr, config.lora_modules))
+        must = f"one of {known}" if known else "left out, since this model has no lora_modules"
+        raise InvalidRequestError(f"lora_name is {shown(lora_name)}: must be {must}")
