@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepinfer_backend._core import RequestOutput
     from deepinfer_backend.llm import LLM
+    from deepinfer_backend.outputs import Completion
     from deepinfer_backend.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
+    "Completion": "deepinfer_backend.outputs",
     "LLM": "deepinfer_backend.llm",
     "RequestOutput": "deepinfer_backend._core",
     "SamplingParams": "deepinfer_backend.sampling_params",

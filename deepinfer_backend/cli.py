@@ -113,7 +113,11 @@ def generate(
         typer.Option(help="A folder in Hugging Face format, a hub id or a .gguf file. (default: bundled)"),
     ] = None,
 ) -> None:
-    """Writes what the model makes of PROMPT to standard output, as it comes; needs no server."""
+    """Writes what the model makes of PROMPT to standard output; needs no server.
+
+    One text is written as it comes; several (n over 1) and the result of a beam search when all are done, each under
+    its number.
+    """
     params = SamplingParams(**sampling)
     EngineConfig(model=model, **engine_args)
     if prompt is None:
@@ -124,10 +128,14 @@ def generate(
     from deepinfer_backend.llm import LLM
 
     with LLM(model, **engine_args) as llm:
-        for text in llm.generate_stream(prompt, params):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+        if params.n > 1 or params.beam_width > 1:
+            (completion,) = llm.complete(prompt, params, use_tqdm=False)
+            sys.stdout.writelines(f"[{each.index}] {each.text}\n" for each in completion.sequences)
+        else:
+            for text in llm.generate_stream(prompt, params):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
     sys.stdout.flush()
 
 

@@ -194,10 +194,10 @@ class SamplingParams(BaseModel):
     def _accept_none_as_no_bias(cls, value: Any) -> Any:
         return {} if value is None else value
 
-    @field_validator("structured_outputs", mode="before")
+    @field_validator("structured_outputs", "logit_bias", mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
-        """Triton's request parameters hold strings, numbers and booleans only."""
+        """Triton's request parameters and the command line hold strings, numbers and booleans only."""
         if not isinstance(value, str):
             return value
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard
 
+from deepinfer_backend.engine.request_limits import check_text
 from deepinfer_backend.errors import InvalidRequestError, shown
 from deepinfer_backend.models.model_files import one_line
 
@@ -58,19 +59,15 @@ class Chat:
             max_chars: the most characters that the template may make of it.
 
         Raises:
-            InvalidRequestError: there is no template, it refuses the messages, or its text is too long.
+            InvalidRequestError: there is no template, it refuses the messages, or what it makes of them is too long.
         """
         if tokenizer is None:
             raise InvalidRequestError("messages: this model has no tokenizer; send input_ids")
         if not tokenizer.chat_template:
             raise InvalidRequestError("messages: this model has no chat template; send text_input")
-        # The text for its length alone: only when tokens are asked for does the library tell templates' special tokens
-        # from messages'.
-        text = self._apply(tokenizer, tokenize=False)
-        if len(text) > max_chars:
-            raise InvalidRequestError(
-                f"messages have {len(text)} characters after the chat template: must have at most {max_chars}"
-            )
+        # The text is for this check alone: only when tokens are asked for does the library tell the template's special
+        # tokens from those in messages.
+        check_text("messages", self._apply(tokenizer, tokenize=False), max_chars)
         token_ids: list[int] = self._apply(tokenizer, tokenize=True, sanitize_control_tokens=True)["input_ids"]
         return token_ids
 
@@ -81,8 +78,6 @@ class Chat:
             return tokenizer.apply_chat_template(self.messages, tools=self.tools, **switches, **options)
         except RecursionError:
             raise InvalidRequestError("messages: nested too deeply") from None
-        except UnicodeError:
-            raise InvalidRequestError("messages: must be valid Unicode") from None
         except Exception as error:  # a template can raise anything
             raise InvalidRequestError(f"messages: the model's chat template refuses them: {one_line(error)}") from error
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo, EngineRequest
-from deepinfer_backend.engine.request_limits import check_limits
+from deepinfer_backend.engine.request_limits import check_limits, check_text
 from deepinfer_backend.errors import InvalidRequestError, shown
 from deepinfer_backend.sampling_params import SamplingParams
 
@@ -88,10 +88,7 @@ class InputProcessor:
             raise InvalidRequestError("text_input: this model has no tokenizer; send input_ids")
         if not prompt:
             raise InvalidRequestError("text_input is empty: must have at least 1 character")
-        if len(prompt) > self._max_chars:
-            raise InvalidRequestError(f"text_input has {len(prompt)} characters: must have at most {self._max_chars}")
-        if any("\ud800" <= char <= "\udfff" for char in prompt):
-            raise InvalidRequestError(f"text_input is {shown(prompt)}: must be valid Unicode")
+        check_text("text_input", prompt, self._max_chars)
         return np.asarray(self._tokenizer(prompt)["input_ids"], dtype=np.int32)
 
     def _check_token_ids(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int32]:

@@ -25,6 +25,18 @@ def check_limits(params: SamplingParams, info: EngineInfo, config: EngineConfig)
     _check_lora_name(params.lora_name, config)
 
 
+def check_text(name: str, text: str, max_chars: int) -> None:
+    """Raises InvalidRequestError: the text is too long, or has half a character, as JSON's \\ud800 is."""
+    if len(text) > max_chars:
+        raise InvalidRequestError(f"{name} has {len(text)} characters: must have at most {max_chars}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} has {shown(text[error.start])} at {error.start}: must be valid Unicode"
+        ) from None
+
+
 def _check_number(name: str, value: int | None, limit_name: str, config: EngineConfig) -> None:
     limit = getattr(config, limit_name)
     if value is not None and value > limit:
