@@ -176,14 +176,6 @@ class SamplingParams(BaseModel):
             return [value]
         return [] if value is None else value
 
-    @field_validator("stop", "bad_words")
-    @classmethod
-    def _check_unicode(cls, value: list[str]) -> list[str]:
-        # JSON's \ud800 is one half of a character; no text ever contains it.
-        if any("\ud800" <= char <= "\udfff" for text in value for char in text):
-            raise ValueError("each string must be valid Unicode")
-        return value
-
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _accept_none_as_no_tokens(cls, value: Any) -> Any:

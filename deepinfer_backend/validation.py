@@ -33,6 +33,7 @@ _REASONS = {
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode",  # JSON's \\ud800 is half a character; no text ever contains it
     "list_type": "must be a list",
 }
 
