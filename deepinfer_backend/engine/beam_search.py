@@ -44,9 +44,11 @@ class BeamHypothesis:
     """A finished text. `cumulative_logprob` over its length to the power of the length penalty is its `score`.
 
     The end token that stopped it is the last of `token_ids` and is `stop_token_id`, which is None after "length".
+    `token_logprobs`: one for each token; their sum is `cumulative_logprob`, to rounding.
     """
 
     token_ids: list[int]
+    token_logprobs: list[float]
     cumulative_logprob: float
     score: float
     finish_reason: Literal["stop", "length"]
@@ -65,11 +67,12 @@ class _Beam:
     logprob: np.float32
     seq_id: int
 
-    def token_ids(self) -> list[int]:
-        tokens: list[int] = []
+    def tokens(self) -> list[tuple[int, float]]:
+        """Token ids with their log-probabilities."""
+        tokens: list[tuple[int, float]] = []
         beam = self
         while beam.parent is not None:
-            tokens.append(beam.token_id)
+            tokens.append((beam.token_id, float(beam.logprob - beam.parent.logprob)))
             beam = beam.parent
         return tokens[::-1]
 
@@ -243,7 +246,8 @@ class BeamSearch:
         beam = finished.beam
         is_stopped = bool(np.isin(beam.token_id, self._end_token_ids))
         return BeamHypothesis(
-            token_ids=beam.token_ids(),
+            token_ids=[token_id for token_id, _ in beam.tokens()],
+            token_logprobs=[logprob for _, logprob in beam.tokens()],
             cumulative_logprob=float(beam.logprob),
             score=float(finished.score),
             finish_reason="stop" if is_stopped else "length",

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from deepinfer_backend._core import FinishReason, RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.messages import (
     AbortRequests,
+    AbortSequences,
     AddRequest,
     EngineFailed,
     EngineInfo,
@@ -27,6 +28,7 @@ from deepinfer_backend.engine.messages import (
     EngineStats,
     FromEngine,
     RequestFailed,
+    RequestResult,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -48,17 +50,21 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """What one round of the engine brought: outputs in order, failures, and its counters afterwards."""
+    """What one round of the engine brought: outputs in order, failures, and its counters afterwards.
+
+    `results`: what belongs to a request besides its tokens; to be read before `outputs`.
+    """
 
     outputs: list[RequestOutput]
     failures: list[RequestFailure]
     stats: EngineStats | None
+    results: list[RequestResult] = field(default_factory=list)
 
 
 class EngineClient(Protocol):
     """What stands between an engine and whatever serves it.
 
-    `add_request` and `abort_requests` may be called from any thread; `get_outputs` from one.
+    `add_request` and the aborts may be called from any thread; `get_outputs` from one.
     """
 
     info: EngineInfo
@@ -68,6 +74,9 @@ class EngineClient(Protocol):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """No output of these comes out of a later round. Unknown ids are ignored."""
+
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        """The same for single sequences of requests: (request id, sequence index)."""
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         """The next round's outputs, or None when there were none within `timeout_s`.
@@ -80,12 +89,23 @@ class EngineClient(Protocol):
         """Ends the engine and frees what it held; safe to call twice."""
 
 
-def _sort_out_failures(outputs: list[RequestOutput], stats: EngineStats | None) -> EngineOutputs:
-    failed = [output for output in outputs if output.finish_reason == FinishReason.ERROR]
-    if failed:
-        outputs = [output for output in outputs if output.finish_reason != FinishReason.ERROR]
-    error = EngineError("a step of the engine failed; its log has the traceback")
-    return EngineOutputs(outputs, [RequestFailure(output.request_id, error) for output in failed], stats)
+def _sort_out_failures(
+    outputs: list[RequestOutput], results: list[RequestResult], stats: EngineStats | None
+) -> EngineOutputs:
+    failures = [
+        RequestFailure(result.request_id, ERRORS_BY_WORD.get(result.word, EngineError)(result.message))
+        for result in results
+        if isinstance(result, RequestFailed)
+    ]
+    if failures:
+        results = [result for result in results if not isinstance(result, RequestFailed)]
+    # One failure per request, however many of its sequences were in the step.
+    ids_in_failed_step = {output.request_id for output in outputs if output.finish_reason == FinishReason.ERROR}
+    if ids_in_failed_step:
+        outputs = [output for output in outputs if output.request_id not in ids_in_failed_step]
+        error = EngineError("a step of the engine failed; its log has the traceback")
+        failures += [RequestFailure(request_id, error) for request_id in ids_in_failed_step]
+    return EngineOutputs(outputs, failures, stats, results)
 
 
 class InprocEngineClient:
@@ -106,11 +126,14 @@ class InprocEngineClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)
 
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        self.engine.abort_sequences(sequences)
+
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         """One step while anything is unfinished, else the flush."""
         engine = self.engine
         handles = engine.step() if engine.has_unfinished_requests() else engine.flush_inflight_reqs()
-        return _sort_out_failures(engine.request_output_pool.clone(handles), None)
+        return _sort_out_failures(engine.request_output_pool.clone(handles), engine.take_results(), None)
 
     def close(self) -> None:
         self.engine.close()
@@ -167,23 +190,25 @@ class ChildEngineClient:
             AddRequest(
                 request.request_id,
                 request.prompt_token_ids.tobytes(),
-                request.sampling_params.model_dump(),
+                request.sampling_params.model_dump(exclude_unset=True),
                 request.priority,
+                request.bad_words_token_ids,
+                request.embedding,
             )
         )
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._send(AbortRequests(request_ids))
 
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        self._send(AbortSequences(sequences))
+
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         match self._receive(timeout_s):
             case None:
                 return None
-            case StepOutputs(outputs, stats):
-                return _sort_out_failures(RequestOutput.unpack(outputs), stats)
-            case RequestFailed(request_id, word, message):
-                error = ERRORS_BY_WORD.get(word, EngineError)(message)
-                return EngineOutputs([], [RequestFailure(request_id, error)], None)
+            case StepOutputs(results, outputs, stats):
+                return _sort_out_failures(RequestOutput.unpack(outputs), results, stats)
             case EngineFailed(message):
                 raise EngineDeadError(message)
             case unexpected:

@@ -16,15 +16,17 @@ import numpy as np
 import zmq
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.llm_engine import LLMEngine
+from deepinfer_backend.engine.llm_engine import Handles, LLMEngine
 from deepinfer_backend.engine.messages import (
     AbortRequests,
+    AbortSequences,
     AddRequest,
     EngineFailed,
     EngineReady,
     EngineRequest,
     FromEngine,
     RequestFailed,
+    RequestResult,
     Shutdown,
     StepOutputs,
     decode_to_engine,
@@ -33,6 +35,7 @@ from deepinfer_backend.engine.messages import (
 from deepinfer_backend.engine.stats import StatsLine
 from deepinfer_backend.errors import DeepInferError
 from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.worker.worker import NO_HANDLES
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +66,10 @@ class EngineLoop:
                 return
             is_drained = not engine.has_unfinished_requests()
             handles = engine.flush_inflight_reqs() if is_drained else engine.step()
+            results = engine.take_results()
             # Told also without outputs when drained: the frontend's gauges must not stay where work left them.
-            if len(handles) or is_drained:
-                stats = engine.stats()
-                self._send(StepOutputs(engine.request_output_pool.pack(handles), stats))
-                self._stats_line.update(stats, engine.timers)
+            if len(handles) or results or is_drained:
+                self._report(results, handles)
 
     def _take_in(self, *, wait: bool) -> None:
         """Handles every message that is there; with `wait`, sleeps until there is one."""
@@ -85,6 +87,8 @@ class EngineLoop:
                 self._add(message)
             case AbortRequests(request_ids):
                 self._engine.abort_request(request_ids)
+            case AbortSequences(sequences):
+                self._engine.abort_sequences(sequences)
             case Shutdown():
                 self._is_shut_down = True
 
@@ -96,10 +100,17 @@ class EngineLoop:
                     np.frombuffer(message.prompt_token_ids, dtype=np.int32),
                     SamplingParams(**message.sampling_params),
                     message.priority,
+                    message.bad_words_token_ids,
+                    message.embedding,
                 )
             )
         except DeepInferError as error:
-            self._send(RequestFailed(message.request_id, error.word, error.message))
+            self._report([RequestFailed(message.request_id, error.word, error.message)], NO_HANDLES)
+
+    def _report(self, results: list[RequestResult], handles: Handles) -> None:
+        stats = self._engine.stats()
+        self._send(StepOutputs(results, self._engine.request_output_pool.pack(handles), stats))
+        self._stats_line.update(stats, self._engine.timers)
 
     def _send(self, message: FromEngine) -> None:
         self._outputs.send(encode(message))

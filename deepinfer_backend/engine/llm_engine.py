@@ -18,20 +18,29 @@ from deepinfer_backend._core import (
     SamplingOptions,
     Scheduler,
     SchedulerConfig,
+    SchedulerOutputs,
     SequenceMetadataPool,
 )
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats
-from deepinfer_backend.errors import EngineDeadError, InvalidRequestError
-from deepinfer_backend.models.loader import load_generation_config, load_model, resolve_dtype, resolve_model
+from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestFailed, RequestResult
+from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
+from deepinfer_backend.errors import DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer_backend.models.adapter_cache import AdapterCache
+from deepinfer_backend.models.loader import (
+    load_generation_config,
+    load_model,
+    resolve_dtype,
+    resolve_model,
+    resolve_tokenizer,
+)
 from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
-from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.device import open_stream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
 from deepinfer_backend.worker.model_runner import ModelRunner
-from deepinfer_backend.worker.step_buffers import StepBuffers
+from deepinfer_backend.worker.step_buffers import MAX_PROMPT_LOGITS, StepBuffers
 from deepinfer_backend.worker.timers import StepTimers
 from deepinfer_backend.worker.worker import StepState, Worker
 
@@ -39,13 +48,15 @@ logger = logging.getLogger(__name__)
 
 Handles = NDArray[np.uint64]
 
+_GRAMMAR_WAIT_S = 0.02  # of an engine with nothing else to do; as long a new request may have to wait
+
 
 class LLMEngine:
     """Owns the scheduler, the Worker with the model, and the pools between them.
 
     1. Only the thread that steps it touches it.
     2. The handles that `step` and `flush_inflight_reqs` return stay valid until the next step's `pre_sampler_sync`.
-    3. A fault in a step ends the sequences of that step with finish reason `error` and nobody else's.
+    3. A fault in a step ends the requests of that step with finish reason `error` and nobody else's.
 
     Raises (constructor):
         ConfigError, UnsupportedModelError: the model cannot run with this configuration.
@@ -73,6 +84,8 @@ class LLMEngine:
             device=device,
         )
         max_blocks_per_seq = min(num_blocks, -(-max_model_len // block_size))
+        generation_defaults = load_generation_config(model_path)
+        self._eos_token_ids = generation_defaults.eos_token_ids
         self.info = EngineInfo(
             model_path=str(model_path),
             max_model_len=max_model_len,
@@ -81,7 +94,10 @@ class LLMEngine:
             block_size=block_size,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
+            hidden_size=model.hidden_size,
+            default_sampling_params=generation_defaults.sampling_params,
         )
+        self._max_seq_len = min(max_model_len, num_blocks * block_size)
         self.timers = StepTimers()
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -90,6 +106,7 @@ class LLMEngine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
+                max_num_prompt_logits=MAX_PROMPT_LOGITS,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_consecutive_prefills=config.max_consecutive_prefills,
                 prefill_attempt_interval=config.prefill_attempt_interval,
@@ -97,6 +114,20 @@ class LLMEngine:
             )
         )
         self.request_output_pool = RequestOutputPool()
+        self._tracked = TrackedRequests(
+            self.scheduler,
+            self.request_output_pool,
+            vocab_size=model.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+        )
+        self._adapters = AdapterCache(
+            model.lora,
+            config.lora_modules,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            run_on_stream=lambda work: self.stream.submit(work).result(),
+        )
+        self._adapters.check_configured()
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
 
@@ -115,10 +146,15 @@ class LLMEngine:
             (self.stream.submit(step_buffers).result(), self.stream.submit(step_buffers).result()),
             zero_overhead_scheduling=config.zero_overhead_scheduling,
             post_process=self.post_process,
+            plan_sampling=self._tracked.plan,
             pre_sampler_sync=self.pre_sampler_sync,
             timers=self.timers,
         )
-        self._eos_token_ids = load_generation_config(model_path).eos_token_ids
+        self._grammars = GrammarQueue(
+            config, resolve_tokenizer(config.tokenizer, model_path), self.info, self._eos_token_ids
+        )
+        self._waiting_for_grammar: dict[str, EngineRequest] = {}
+        self._failures: list[RequestResult] = []
         self._seeds = random.Random(config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
         logger.info(
@@ -128,40 +164,46 @@ class LLMEngine:
             self.info.dtype,
             num_blocks,
             block_size,
-            min(max_model_len, num_blocks * block_size),
+            self._max_seq_len,
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """Puts the request's sequence into the waiting queue.
+        """Puts the request's sequence into the waiting queue; first it waits for its grammar, if it has one.
 
         Raises:
-            InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, or its id is
-                that of another unfinished request.
+            InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, its adapter is
+                unknown, or its id is that of another unfinished request.
+            UnavailableError, EngineError: its adapter cannot be loaded.
         """
         prompt = request.prompt_token_ids
         if len(prompt) and (prompt.min() < 0 or prompt.max() >= self.info.vocab_size):
             raise InvalidRequestError(f"prompt_token_ids: each must be 0 to {self.info.vocab_size - 1}")
-        try:
-            self.scheduler.add_seq(
-                request.request_id,
-                prompt,
-                self._sampling_options(request.sampling_params),
-                priority=request.priority,
-            )
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from None
-        self._num_prompt_tokens += len(prompt)
+        if request.request_id in self._waiting_for_grammar:
+            raise InvalidRequestError(f"request_id: '{request.request_id}' is that of an unfinished request")
+        if request.sampling_params.structured_outputs is None:
+            self._add_to_scheduler(request, None)
+        else:
+            self._waiting_for_grammar[request.request_id] = request
+            self._grammars.submit(request.request_id, request.sampling_params.structured_outputs)
 
     def abort_request(self, request_ids: list[str]) -> None:
         """Ends these requests; no output of theirs comes out any more. Unknown ids are ignored."""
         for request_id in request_ids:
+            if self._waiting_for_grammar.pop(request_id, None) is not None:
+                self._grammars.cancel(request_id)
             self.scheduler.abort_request(request_id)
 
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        """Ends single sequences, (request id, sequence index); no output of theirs comes out any more."""
+        for request_id, sequence_index in sequences:
+            self.scheduler.abort_request(request_id, sequence_index)
+
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_seqs()
+        """Whether a sequence is in a queue, or a request waits for its grammar."""
+        return self.scheduler.has_unfinished_seqs() or bool(self._waiting_for_grammar)
 
     def get_num_unfinished_requests(self) -> int:
-        return self.scheduler.num_unfinished_requests
+        return self.scheduler.num_unfinished_requests + len(self._waiting_for_grammar)
 
     def has_inflight_step(self) -> bool:
         """Whether a flush would find a step to post-process."""
@@ -173,6 +215,8 @@ class LLMEngine:
         Returns the handles (uint64, into `request_output_pool`) of the outputs that are ready: a prefill's own, or
         those of the decode step before. Keep one with `RequestOutput.clone(handle)`.
         """
+        if self._waiting_for_grammar:
+            self._add_those_with_grammar()
         with self.timers.record("step"):
             with self.timers.record("schedule"):
                 _, batch = self.scheduler.schedule(self._sequence_metadata_pool)
@@ -183,25 +227,36 @@ class LLMEngine:
     def flush_inflight_reqs(self) -> Handles:
         """The outputs of the step in flight, if there is one; waits for the device."""
         handles = self.worker.flush_inflight_reqs()
-        self.scheduler.free_finished_seqs()
+        self._free_finished()
         return self._give_out(handles)
+
+    def take_results(self) -> list[RequestResult]:
+        """What steps found out about requests besides their tokens; to be read before the same steps' outputs."""
+        failures, self._failures = self._failures, []
+        return [*failures, *self._tracked.take_results()]
 
     def post_process(self, state: StepState) -> Handles:
         """The Worker's first callback: a launched step's tokens → its sequences → handles of their outputs."""
+        batch = state.batch
         try:
-            token_ids, num_tokens = state.wait()
+            result = state.wait()
         except torch.AcceleratorError as error:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
-            logger.exception("a step failed; its %d sequences end with an error", state.batch.num_seqs)
-            return self.scheduler.fail_step(state.batch, self.request_output_pool)
-        self.scheduler.process_outputs(state.batch, token_ids, num_tokens)
-        return self.scheduler.build_request_outputs(state.batch, self.request_output_pool)
+            logger.exception("a step failed; its %d sequences end with an error", batch.num_seqs)
+            return self._fail_step(batch)
+        token_ids = result.token_ids.numpy()[:, None]
+        num_tokens = np.ones(len(token_ids), dtype=np.int32)
+        self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
+        handles = []
+        if len(batch.tracked_rows) or batch.num_prompt_logits:
+            handles = self._tracked.after_step(batch, state.plan, result)
+        return np.concatenate([self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles])
 
     def pre_sampler_sync(self) -> None:
         """The Worker's second callback, while the device samples: what the last round held is given back."""
         self._deferred_release.release()
-        self.scheduler.free_finished_seqs()
+        self._free_finished()
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -218,7 +273,8 @@ class LLMEngine:
         )
 
     def close(self) -> None:
-        """Ends the device thread; safe to call twice."""
+        """Ends the device thread and the grammar compiler; safe to call twice."""
+        self._grammars.close()
         self.worker.close()
 
     def _give_out(self, handles: Handles) -> Handles:
@@ -226,16 +282,69 @@ class LLMEngine:
         self._num_generation_tokens += len(handles)
         return handles
 
-    def _sampling_options(self, params: SamplingParams) -> SamplingOptions:
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+    def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None) -> None:
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        lora_id = 0 if params.lora_name is None else self._adapters.acquire(params.lora_name)
+        try:
+            seq_id = self.scheduler.add_seq(
+                request.request_id,
+                prompt,
+                self._sampling_options(request, lora_id),
+                priority=request.priority,
+                # What an adapter computed is of no use to another.
+                cache_salt=f"lora {lora_id}" if lora_id else "",
+            )
+        except ValueError as error:
+            if params.lora_name is not None:
+                self._adapters.release(params.lora_name)
+            raise InvalidRequestError(str(error)) from None
+        if is_tracked(request):
+            self._tracked.add(seq_id, request, grammar, min(params.max_tokens, self._max_seq_len - len(prompt)))
+        self._num_prompt_tokens += len(prompt)
+
+    def _add_those_with_grammar(self) -> None:
+        if not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step():
+            self._grammars.wait(_GRAMMAR_WAIT_S)
+        for request_id, grammar in self._grammars.poll():
+            request = self._waiting_for_grammar.pop(request_id)
+            try:
+                if isinstance(grammar, DeepInferError):
+                    raise grammar
+                self._add_to_scheduler(request, grammar)
+            except DeepInferError as error:
+                self._failures.append(RequestFailed(request_id, error.word, error.message))
+
+    def _fail_step(self, batch: SchedulerOutputs) -> Handles:
+        handles = self.scheduler.fail_step(batch, self.request_output_pool)
+        # A request fails as a whole: nobody gets some of its sequences.
+        for output in self.request_output_pool.clone(handles):
+            self.scheduler.abort_request(output.request_id)
+        return handles
+
+    def _free_finished(self) -> None:
+        self.scheduler.free_finished_seqs()
+        for request in self._tracked.take_freed():
+            if request.sampling_params.lora_name is not None:
+                self._adapters.release(request.sampling_params.lora_name)
+
+    def _sampling_options(self, request: EngineRequest, lora_id: int) -> SamplingOptions:
+        params = request.sampling_params
+        is_beam = params.beam_width > 1
         return SamplingOptions(
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens if request.embedding is None else 1,
+            min_tokens=params.min_tokens if request.embedding is None else 0,
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
             temperature=params.temperature,
             top_k=max(0, params.top_k),
             top_p=params.top_p,
-            seed=seed,
+            min_p=params.min_p,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64,
+            n=1 if is_beam else params.n,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=params.prompt_logprobs is not None,
+            is_tracked=is_tracked(request),
+            is_beam=is_beam,
+            lora_id=lora_id,
         )

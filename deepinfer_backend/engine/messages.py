@@ -1,7 +1,7 @@
 """Every message between the frontend and its engine process: typed, length-checked, no pickle.
 
-Frontend → engine: AddRequest, AbortRequests, Shutdown. Engine → frontend: EngineReady, EngineFailed, StepOutputs,
-RequestFailed. Each is one msgpack frame on a Unix socket of its own direction.
+Frontend → engine: AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → frontend: EngineReady, EngineFailed,
+StepOutputs. Each is one msgpack frame on a Unix socket of its own direction.
 """
 
 from __future__ import annotations
@@ -57,7 +57,15 @@ class Embedding(msgspec.Struct, frozen=True, tag=True):
     values: bytes
 
 
-RequestResult = PromptLogprobs | Embedding
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine refused this request, or failed it alone; nothing else comes of it. `word`: that of an error."""
+
+    request_id: str
+    word: str
+    message: str
+
+
+RequestResult = PromptLogprobs | Embedding | RequestFailed
 """What an engine tells about a request besides its tokens."""
 
 
@@ -97,10 +105,18 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: bytes  # int32, native order
     sampling_params: dict[str, object]
     priority: int
+    bad_words_token_ids: list[list[int]]
+    embedding: EmbeddingParams | None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
+
+
+class AbortSequences(msgspec.Struct, frozen=True, tag=True):
+    """Single sequences, each by its request's id and its index."""
+
+    sequences: list[tuple[str, int]]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -118,22 +134,15 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step, packed by `RequestOutputPool.pack`."""
+    """What one step brought: results first, then all outputs, packed by `RequestOutputPool.pack`."""
 
+    results: list[RequestResult]
     outputs: bytes
     stats: EngineStats
 
 
-class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine refused this request, or failed it alone."""
-
-    request_id: str
-    word: str
-    message: str
-
-
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = EngineReady | EngineFailed | StepOutputs | RequestFailed
+ToEngine = AddRequest | AbortRequests | AbortSequences | Shutdown
+FromEngine = EngineReady | EngineFailed | StepOutputs
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from deepinfer_backend.errors import UnsupportedModelError
 from deepinfer_backend.models.interface import Attention, LayerShape
+from deepinfer_backend.models.lora import LoraLayers
 
 ATTENTION_NAME = "deepinfer_paged"
 
@@ -73,6 +74,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, lambda *_args, **_kwargs: None)
 class TransformersModel:
     """A transformers causal language model whose attention runs over our cache.
 
+    `lora`: the adapters that its layers can add.
+
     Raises:
         UnsupportedModelError: the model keeps state that is not keys and values per token, or attends in a way that
             we do not have.
@@ -85,7 +88,20 @@ class TransformersModel:
         self.vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
+        self.hidden_size = int(module.get_input_embeddings().embedding_dim)  # type: ignore[operator]
+        self.lora = LoraLayers(module)
+        self._hidden_states: torch.Tensor | None = None
+        # What the output layer is given: the last hidden states of the rows that it is asked for.
+        module.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_states)  # type: ignore[operator]
         self.layers = self._probe_layers()
+
+    def _keep_hidden_states(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._hidden_states = inputs[0]
+
+    def last_hidden_states(self) -> torch.Tensor:
+        """Of the rows that the last `logits` was asked for, [num_rows, hidden_size], as the output layer got them."""
+        assert self._hidden_states is not None
+        return self._hidden_states.flatten(0, -2)
 
     def _probe_layers(self) -> list[LayerShape]:
         recorder = _LayerRecorder()

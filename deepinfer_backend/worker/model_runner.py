@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from deepinfer_backend._core import SchedulerOutputs
+from deepinfer_backend.models.lora import LoraStep
 from deepinfer_backend.models.transformers_model import TransformersModel
 from deepinfer_backend.ops.paged_attention import AttentionPlan, paged_attention, plan_attention
 from deepinfer_backend.worker.kv_cache import KVCache
@@ -33,6 +36,14 @@ class PagedAttention:
         return paged_attention(query, cache.keys[layer], cache.values[layer], self._plan, scale=scale, window=window)
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """logits: [num_sampled + num_prompt_logits, vocab_size]; hidden_states: [the same, hidden_size], what they came of."""
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+
+
 class ModelRunner:
     """Runs a model over the paged cache. All its calls happen on the device's stream."""
 
@@ -46,8 +57,9 @@ class ModelRunner:
         buffers: StepBuffers,
         block_copies: torch.Tensor | None,
         inflight_tokens: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Logits [num_sampled, vocab_size] of the rows that sample; None when none does.
+        lora: LoraStep | None,
+    ) -> ForwardResult | None:
+        """What the rows that sample and the prompt tokens that want logits give; None when there is neither.
 
         inflight_tokens: [num_rows] int32, what the previous step sampled, as the device knows it; the inputs that the
         host has not seen yet come from there.
@@ -68,10 +80,12 @@ class ModelRunner:
             host_query_start_loc=buffers.host.query_start_loc[: num_seqs + 1].numpy(),
             block_size=self._kv_cache.block_size,
         )
+        num_logits = batch.num_sampled + batch.num_prompt_logits
+        self._model.lora.set_step(lora)
         logits = self._model.logits(
             token_ids.long(),
             step.positions[:num_tokens],
             PagedAttention(self._kv_cache, step.slot_mapping[:num_tokens], plan),
-            step.logits_indices[: max(1, batch.num_sampled)],
+            step.logits_indices[: max(1, num_logits)],
         )
-        return logits if batch.num_sampled else None
+        return ForwardResult(logits, self._model.last_hidden_states()) if num_logits else None

@@ -56,7 +56,8 @@ class SamplingBatch:
 class BeamCandidates:
     """What may follow each of b beams: token_ids [b, k] int32 and their logprobs [b, k] float32, the best first.
 
-    Log-probabilities are those after the request's edits, at temperature 1. rows: [b] int64, the beams' rows.
+    Log-probabilities are those of the model's own distribution with the request's edits applied to them, and not
+    normalized again. rows: [b] int64, the beams' rows.
     """
 
     rows: torch.Tensor
@@ -87,8 +88,12 @@ def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
     logits = logits.float()
     logprob_rows = batch.logprob_rows
     raw_logits = None if logprob_rows is None else logits.index_select(0, logprob_rows)
+    candidate_rows = batch.candidate_rows
+    normalizer = None if candidate_rows is None else logits.index_select(0, candidate_rows).logsumexp(-1, keepdim=True)
     _edit(logits, batch)
-    candidates = None if batch.candidate_rows is None else _beam_candidates(logits, batch, batch.candidate_rows)
+    candidates = None
+    if candidate_rows is not None and normalizer is not None:
+        candidates = _beam_candidates(logits, normalizer, batch.num_candidates, candidate_rows)
     token_ids = _sample_tokens(logits, batch)
     logprobs = None
     if raw_logits is not None and logprob_rows is not None:
@@ -119,10 +124,12 @@ def _edit(logits: torch.Tensor, batch: SamplingBatch) -> None:
         batch.edits.apply(logits)
 
 
-def _beam_candidates(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> BeamCandidates:
-    logits = logits.index_select(0, rows)
-    token_ids = top_tokens(logits, min(batch.num_candidates, logits.shape[1])).token_ids
-    return BeamCandidates(rows, token_ids.int(), logits.log_softmax(dim=-1).gather(1, token_ids))
+def _beam_candidates(
+    logits: torch.Tensor, normalizer: torch.Tensor, num_candidates: int, rows: torch.Tensor
+) -> BeamCandidates:
+    """normalizer: [num_candidate_rows, 1] the logarithm of the sum of the unedited logits' exponentials."""
+    top = top_tokens(logits.index_select(0, rows), min(num_candidates, logits.shape[1]))
+    return BeamCandidates(rows, top.token_ids.int(), top.values - normalizer)
 
 
 def _sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

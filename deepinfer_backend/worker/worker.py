@@ -10,9 +10,22 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer_backend._core import SchedulerOutputs
+from deepinfer_backend.models.lora import plan_lora
 from deepinfer_backend.worker.device import DeviceStream, Pending
-from deepinfer_backend.worker.model_runner import ModelRunner
-from deepinfer_backend.worker.sampler import SamplingBatch, sample
+from deepinfer_backend.worker.logprobs import logprobs_of
+from deepinfer_backend.worker.model_runner import ForwardResult, ModelRunner
+from deepinfer_backend.worker.sampler import SamplingBatch, sample_batch
+from deepinfer_backend.worker.sampling_plan import (
+    EMPTY_RESULT,
+    NO_PLAN,
+    SamplingPlan,
+    StepResult,
+    candidates_to_host,
+    device_to_host,
+    host_to_device,
+    logprobs_to_host,
+    row_tensor,
+)
 from deepinfer_backend.worker.step_buffers import StepBuffers
 from deepinfer_backend.worker.timers import StepTimers
 
@@ -21,36 +34,28 @@ NO_HANDLES: Handles = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """What a step sampled: on the device, where the next step takes its inputs, and the host's copy of it."""
+class SampledStep:
+    """What a step sampled: on the device, where the next step takes its inputs, and what the host gets of it."""
 
-    on_device: torch.Tensor  # [num_sampled] int32
-    on_host: torch.Tensor  # [num_sampled] int32; valid once the device has passed this step
-
-    def numpy(self) -> NDArray[np.int32]:
-        """[num_sampled, 1]: one token a row."""
-        tokens: NDArray[np.int32] = self.on_host.numpy()[:, None]
-        return tokens
+    token_ids: torch.Tensor  # [num_sampled] int32, on the device
+    result: StepResult
 
 
 @dataclass(slots=True)
 class StepState:
-    """One launched step. `sampled` is set by part 3; its result is None for a step without a row that samples."""
+    """One launched step. `plan` and `sampled` are set by part 3; the latter's result is None if nothing has logits."""
 
     batch: SchedulerOutputs
     buffers: StepBuffers
-    logits: Pending[torch.Tensor | None]
-    sampled: Pending[SampledTokens | None] | None = None
+    forward: Pending[ForwardResult | None]
+    plan: SamplingPlan = NO_PLAN
+    sampled: Pending[SampledStep | None] | None = None
 
-    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Token ids [num_sampled, width] and how many of each row are new, [num_sampled].
-
-        Waits for the device; raises what the step raised there.
-        """
+    def wait(self) -> StepResult:
+        """Waits for the device; raises what the step raised there."""
         assert self.sampled is not None
         sampled = self.sampled.result()
-        tokens = np.empty((0, 1), dtype=np.int32) if sampled is None else sampled.numpy()
-        return tokens, np.ones(len(tokens), dtype=np.int32)
+        return EMPTY_RESULT if sampled is None else sampled.result
 
 
 class Worker:
@@ -63,7 +68,8 @@ class Worker:
     Owned by the thread that steps the engine.
 
     post_process(state) → handles: called once per launched step, in order, after it is certain to be computed or when
-    waiting for it raises. pre_sampler_sync(): called once per round while the device samples.
+    waiting for it raises. plan_sampling(batch): called when the previous step was post-processed, for a step with
+    tracked rows or prompt logits. pre_sampler_sync(): called once per round while the device samples.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Worker:
         *,
         zero_overhead_scheduling: bool,
         post_process: Callable[[StepState], Handles],
+        plan_sampling: Callable[[SchedulerOutputs], SamplingPlan],
         pre_sampler_sync: Callable[[], None],
         timers: StepTimers,
     ) -> None:
@@ -83,6 +90,7 @@ class Worker:
         self._free_buffers, self._used_buffers = buffers
         self._zero_overhead_scheduling = zero_overhead_scheduling
         self._post_process = post_process
+        self._plan_sampling = plan_sampling
         self._pre_sampler_sync = pre_sampler_sync
         self._timers = timers
 
@@ -125,36 +133,59 @@ class Worker:
         block_copies = torch.from_numpy(batch.block_copies.copy()) if len(batch.block_copies) else None
         previous = self.prev_step_state
 
-        def launch() -> torch.Tensor | None:
+        query_start_loc = buffers.host.query_start_loc[: batch.num_seqs + 1].numpy()
+        lora = plan_lora(batch.lora_ids, query_start_loc, self._stream.device) if batch.any_lora else None
+
+        def launch() -> ForwardResult | None:
             inflight = previous.sampled.on_stream() if previous and previous.sampled else None
-            return self._runner.forward(batch, buffers, block_copies, None if inflight is None else inflight.on_device)
+            token_ids = None if inflight is None else inflight.token_ids
+            return self._runner.forward(batch, buffers, block_copies, token_ids, lora)
 
         return StepState(batch, buffers, self._stream.submit(launch))
 
     def _sample(self, state: StepState) -> None:
-        sampling = _sampling_batch(state.batch, state.buffers)
+        batch = state.batch
+        if len(batch.tracked_rows) or batch.num_prompt_logits:
+            state.plan = self._plan_sampling(batch)
+        plan, device = state.plan, self._stream.device
+        sampling = _sampling_batch(batch, state.buffers, plan, device)
+        embedding_rows = row_tensor(plan.embedding_rows, device)
+        targets = [host_to_device(torch.from_numpy(target.token_ids), device) for target in plan.prompt_targets]
 
-        def launch() -> SampledTokens | None:
-            logits = state.logits.on_stream()
-            if logits is None:
+        def launch() -> SampledStep | None:
+            forward = state.forward.on_stream()
+            if forward is None:
                 return None
-            tokens = sample(logits, sampling)
-            if tokens.device.type == "cpu":
-                return SampledTokens(tokens, tokens)
-            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            on_host.copy_(tokens, non_blocking=True)
-            return SampledTokens(tokens, on_host)
+            prompt_logits = forward.logits[batch.num_sampled :].split([len(target) for target in targets])
+            prompt_logprobs = [
+                logprobs_to_host(logprobs_of(logits, token_ids, target.num_top_logprobs))
+                for logits, token_ids, target in zip(prompt_logits, targets, plan.prompt_targets, strict=True)
+            ]
+            embeddings = None
+            if embedding_rows is not None:
+                embeddings = device_to_host(forward.hidden_states[embedding_rows].float())
+            sampled = sample_batch(forward.logits[: batch.num_sampled], sampling)
+            result = StepResult(
+                token_ids=device_to_host(sampled.token_ids),
+                logprobs=None if sampled.logprobs is None else logprobs_to_host(sampled.logprobs),
+                candidates=None if sampled.candidates is None else candidates_to_host(sampled.candidates),
+                embeddings=embeddings,
+                prompt_logprobs=prompt_logprobs,
+            )
+            return SampledStep(sampled.token_ids, result)
 
         state.sampled = self._stream.submit(launch)
 
 
-def _sampling_batch(batch: SchedulerOutputs, buffers: StepBuffers) -> SamplingBatch:
+def _sampling_batch(
+    batch: SchedulerOutputs, buffers: StepBuffers, plan: SamplingPlan, on_device: torch.device
+) -> SamplingBatch:
     num_rows, num_banned = batch.num_sampled, batch.num_banned
     device = buffers.device
     random_rows = None
     if not batch.all_greedy:
         random_rows = buffers.host.temperature[:num_rows].nonzero().squeeze(1)
-        random_rows = random_rows.to(device.temperature.device, non_blocking=True)
+        random_rows = host_to_device(random_rows, on_device)
     return SamplingBatch(
         random_rows=random_rows,
         temperature=device.temperature[:num_rows],
@@ -165,4 +196,12 @@ def _sampling_batch(batch: SchedulerOutputs, buffers: StepBuffers) -> SamplingBa
         banned_token_ids=device.banned_token_ids[:num_banned],
         any_top_k=batch.any_top_k,
         any_top_p=batch.any_top_p,
+        min_p=device.min_p[:num_rows],
+        any_min_p=batch.any_min_p,
+        max_top_k=int(buffers.host.top_k[:num_rows].max()) if batch.any_top_k else None,
+        edits=plan.edits,
+        logprob_rows=row_tensor(plan.logprob_rows, on_device),
+        num_top_logprobs=plan.num_top_logprobs,
+        candidate_rows=row_tensor(plan.candidate_rows, on_device),
+        num_candidates=plan.num_candidates,
     )

@@ -1,0 +1,203 @@
+"""Requests that ask for more than tokens of the model's own distribution: what must be known of each of their sequences.
+
+The scheduler marks their rows; a step in which there is none never comes here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_backend._core import RequestOutputPool, Scheduler, SchedulerOutputs, StepLogprobs
+from deepinfer_backend.engine.beam_searches import BeamSearches
+from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestFailed, RequestResult
+from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
+from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
+from deepinfer_backend.worker.sequence_states import Grammar, SequenceState, SequenceStates, needs_state
+
+Handles = NDArray[np.uint64]
+
+
+def is_tracked(request: EngineRequest) -> bool:
+    params = request.sampling_params
+    return (
+        needs_state(params, request.bad_words_token_ids)
+        or request.embedding is not None
+        or params.beam_width > 1
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.lora_name is not None
+    )
+
+
+class TrackedRequests:
+    """Owns what is remembered of tracked sequences, from `add` until the scheduler has freed them.
+
+    A step passes twice: `plan` before it samples, `after_step` when its tokens are known. Owned by the engine's thread.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, pool: RequestOutputPool, *, vocab_size: int, eos_token_ids: list[int]
+    ) -> None:
+        self._scheduler = scheduler
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._requests: dict[int, EngineRequest] = {}  # by sequence
+        self._num_seqs: Counter[str] = Counter()  # by request id
+        self._states = SequenceStates(vocab_size)
+        self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork)
+        self._prompt_logprobs = PromptLogprobsTables()
+        self._results: list[RequestResult] = []
+
+    def add(self, seq_id: int, request: EngineRequest, grammar: Grammar | None, max_tokens: int) -> None:
+        """max_tokens: the most new tokens, the room after the prompt considered."""
+        params = request.sampling_params
+        self._requests[seq_id] = request
+        self._num_seqs[request.request_id] += 1
+        self._prompt_logprobs.add(seq_id, request)
+        if needs_state(params, request.bad_words_token_ids):
+            state = SequenceState(
+                params,
+                request.prompt_token_ids,
+                self._vocab_size,
+                bad_words_token_ids=request.bad_words_token_ids,
+                grammar=grammar,
+            )
+            self._states.add(seq_id, state)
+        if params.beam_width > 1:
+            self._beams.add(seq_id, params, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids)
+
+    def take_results(self) -> list[RequestResult]:
+        """What came to be known of requests since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    def take_freed(self) -> list[EngineRequest]:
+        """Forgets the sequences that the scheduler has freed since the last call; the requests that have none left."""
+        seq_ids = self._scheduler.take_freed_seq_ids()
+        self._states.remove(seq_ids)
+        self._beams.remove(seq_ids)
+        self._prompt_logprobs.remove(seq_ids)
+        freed = []
+        for seq_id in seq_ids:
+            request = self._requests.pop(seq_id)
+            self._num_seqs[request.request_id] -= 1
+            if not self._num_seqs[request.request_id]:
+                del self._num_seqs[request.request_id]
+                freed.append(request)
+        return freed
+
+    def plan(self, batch: SchedulerOutputs) -> SamplingPlan:
+        """What the step's rows ask for, all tokens up to the step before being known."""
+        rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
+        params_of = [self._requests[seq_id].sampling_params for seq_id in seq_ids.tolist()]
+        pairs = list(zip(rows.tolist(), seq_ids.tolist(), params_of, strict=True))
+        logprobs = [(row, params.logprobs) for row, _, params in pairs if params.logprobs is not None]
+        beams = [(row, num) for row, seq_id, _ in pairs if (num := self._beams.num_candidates(seq_id))]
+        return SamplingPlan(
+            edits=self._states.edits(rows, seq_ids),
+            logprob_rows=[row for row, _ in logprobs],
+            num_top_logprobs=max((num for _, num in logprobs), default=0),
+            candidate_rows=[row for row, _ in beams],
+            num_candidates=max((num for _, num in beams), default=0),
+            embedding_rows=[row for row, seq_id, _ in pairs if self._requests[seq_id].embedding is not None],
+            prompt_targets=[self._prompt_targets(*span) for span in batch.prompt_logits.tolist()],
+        )
+
+    def after_step(self, batch: SchedulerOutputs, plan: SamplingPlan, result: StepResult) -> list[Handles]:
+        """Takes a step that the scheduler has processed; the handles of outputs that it brought besides its tokens."""
+        for parent_id, child_id in self._scheduler.take_forks():
+            self._add_fork(parent_id, child_id)
+        self._take_prompt_logprobs(batch, result)
+        self._take_embeddings(batch, plan, result)
+        self._take_tokens(batch, result)
+        return self._take_candidates(batch, result)
+
+    def _add_fork(self, parent_id: int, child_id: int) -> None:
+        request = self._requests[child_id] = self._requests[parent_id]
+        self._num_seqs[request.request_id] += 1
+        self._states.fork(parent_id, child_id)
+
+    def _prompt_targets(self, seq_id: int, begin: int, num_tokens: int) -> PromptTargets:
+        request = self._requests[seq_id]
+        # The logits of a token are about the one after it.
+        token_ids = request.prompt_token_ids[begin + 1 : begin + 1 + num_tokens]
+        return PromptTargets(token_ids.copy(), request.sampling_params.prompt_logprobs or 0)
+
+    def _take_prompt_logprobs(self, batch: SchedulerOutputs, result: StepResult) -> None:
+        for (seq_id, begin, _), logprobs in zip(batch.prompt_logits.tolist(), result.prompt_logprobs, strict=True):
+            self._prompt_logprobs.fill(
+                seq_id,
+                begin,
+                logprobs.logprobs.numpy(),
+                logprobs.ranks.numpy(),
+                logprobs.top_token_ids.numpy(),
+                logprobs.top_logprobs.numpy(),
+            )
+        if not batch.is_prefill:
+            return
+        for seq_id in batch.tracked_seq_ids.tolist():
+            table = self._prompt_logprobs.take(seq_id)
+            if table is not None:
+                self._results.append(table)
+
+    def _take_embeddings(self, batch: SchedulerOutputs, plan: SamplingPlan, result: StepResult) -> None:
+        if result.embeddings is None:
+            return
+        seq_id_of = dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
+        for row, values in zip(plan.embedding_rows, result.embeddings.numpy(), strict=True):
+            self._results.append(Embedding(self._requests[seq_id_of[row]].request_id, values.tobytes()))
+
+    def _take_tokens(self, batch: SchedulerOutputs, result: StepResult) -> None:
+        rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
+        token_ids = result.token_ids.numpy()[rows][:, None]
+        num_tokens = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], np.int32)
+        for seq_id in self._states.append(seq_ids, token_ids, num_tokens):
+            request_id = self._requests[seq_id].request_id
+            # The outputs of this step are not built yet: the refused token does not come out.
+            self._scheduler.abort_request(request_id)
+            self._results.append(_grammar_failure(request_id, self._requests[seq_id].sampling_params))
+
+    def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
+        candidates = result.candidates
+        if candidates is None:
+            return []
+        seq_id_of = dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
+        columns = zip(candidates.rows.tolist(), candidates.token_ids.numpy(), candidates.logprobs.numpy(), strict=True)
+        return [self._beams.offer(seq_id_of[row], token_ids, logprobs) for row, token_ids, logprobs in columns]
+
+
+def step_logprobs(result: StepResult) -> StepLogprobs | None:
+    """The sampled tokens' log-probabilities as the scheduler takes them."""
+    logprobs = result.logprobs
+    if logprobs is None:
+        return None
+    return StepLogprobs(
+        rows=logprobs.rows.int().numpy(),
+        logprobs=logprobs.logprobs.numpy(),
+        ranks=logprobs.ranks.numpy(),
+        top_token_ids=logprobs.top_token_ids.numpy(),
+        top_logprobs=logprobs.top_logprobs.numpy(),
+    )
+
+
+def _grammar_failure(request_id: str, params: SamplingParams) -> RequestFailed:
+    others = [
+        name
+        for name, is_given in (
+            ("allowed_token_ids", params.allowed_token_ids is not None),
+            ("bad_words", bool(params.bad_words)),
+            ("logit_bias", bool(params.logit_bias)),
+            ("min_tokens", params.min_tokens > 0),
+        )
+        if is_given
+    ]
+    error = InvalidRequestError(
+        "structured_outputs leaves no token to go on with"
+        + (f" that {' and '.join(others)} would allow" if others else "")
+    )
+    return RequestFailed(request_id, error.word, error.message)
