@@ -20,30 +20,32 @@ from deepinfer_backend.models.lora_adapter import LoraAdapter, LoraLayout, LoraM
 class LoraStep:
     """Which tokens of one step's packed batch have which adapter; the others have none.
 
-    groups: pairs of a lora_id and the indices of its tokens, int64 on the device; no token is in two of them.
+    tokens: [num_adapted_tokens] int64 on the host, the indices of those that have one, adapter by adapter; lora_ids
+    and group_sizes: the adapters in that order and how many tokens each has.
     """
 
     num_tokens: int
-    groups: Sequence[tuple[int, torch.Tensor]]
+    tokens: torch.Tensor
+    lora_ids: Sequence[int]
+    group_sizes: Sequence[int]
 
 
 def plan_lora(lora_ids: NDArray[np.int32], query_start_loc: NDArray[np.int32], device: torch.device) -> LoraStep | None:
-    """The step's LoraStep; None when no sequence has an adapter.
+    """The step's LoraStep; None when no sequence has an adapter. Computes nothing on the device.
 
-    lora_ids: [num_seqs], 0 for none; query_start_loc: [num_seqs + 1]; both on the host, where the sizes of the groups
-    must be known. On CUDA the indices are copied to the device without waiting for it.
+    lora_ids: [num_seqs], 0 for none; query_start_loc: [num_seqs + 1]; both are read before this returns. device: where
+    the step will be; for CUDA the indices are pinned, so that the copy waits for nothing.
     """
     if not lora_ids.any():
         return None
     lora_id_of_token = np.repeat(lora_ids, np.diff(query_start_loc))
-    order = np.argsort(lora_id_of_token, kind="stable")
-    ids, starts = np.unique(lora_id_of_token[order], return_index=True)
+    num_base_tokens = int((lora_id_of_token == 0).sum())
+    order = np.argsort(lora_id_of_token, kind="stable")[num_base_tokens:]
+    ids, sizes = np.unique(lora_id_of_token[order], return_counts=True)
     tokens = torch.from_numpy(order)
     if device.type == "cuda":
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
-    parts = tokens.tensor_split(starts[1:].tolist())
-    groups = [(lora_id, part) for lora_id, part in zip(ids.tolist(), parts, strict=True) if lora_id]
-    return LoraStep(len(order), groups)
+        tokens = tokens.pin_memory()
+    return LoraStep(len(lora_id_of_token), tokens, ids.tolist(), sizes.tolist())
 
 
 class LoraLayers:
@@ -58,6 +60,7 @@ class LoraLayers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._device = next(model.parameters()).device
         self._layers: dict[str, _LoraLinear] = {}
         self._step = _CurrentStep()
 
@@ -98,13 +101,24 @@ class LoraLayers:
 
     def set_step(self, step: LoraStep | None) -> None:
         """What the next calls of the model compute with; None is the base model alone."""
-        self._step.value = step
+        self._step.value = None
+        if step is not None:
+            tokens = torch.split(step.tokens.to(self._device, non_blocking=True), list(step.group_sizes))
+            self._step.value = _DeviceStep(step.num_tokens, list(zip(step.lora_ids, tokens, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceStep:
+    """A LoraStep on the device: the groups are a lora_id and its tokens."""
+
+    num_tokens: int
+    groups: Sequence[tuple[int, torch.Tensor]]
 
 
 class _CurrentStep:
     """What all adapted modules look at."""
 
-    value: LoraStep | None = None
+    value: _DeviceStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +153,7 @@ class _LoraLinear:
             self._add(step, input.reshape(-1, input.shape[-1]), outputs.view(-1, outputs.shape[-1]))
         return outputs
 
-    def _add(self, step: LoraStep, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+    def _add(self, step: _DeviceStep, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         """inputs: [num_tokens, in_features]; outputs: [num_tokens, out_features], changed in place."""
         assert len(inputs) == step.num_tokens, "an adapted module must see every token of the step, once and in order"
         for lora_id, tokens in step.groups:
