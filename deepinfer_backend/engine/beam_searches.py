@@ -37,6 +37,9 @@ class BeamSearches:
         self._on_fork = on_fork
         self._search_of: dict[int, BeamSearch] = {}  # by live sequence
 
+    def __len__(self) -> int:
+        return len(self._search_of)
+
     def add(self, seq_id: int, params: SamplingParams, *, max_tokens: int, eos_token_ids: Sequence[int]) -> None:
         """max_tokens: the most new tokens, the room after the prompt considered."""
         self._search_of[seq_id] = BeamSearch(params, seq_id, max_tokens=max_tokens, eos_token_ids=eos_token_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import select
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ class LLMEngine:
             timers=self.timers,
         )
         self._grammars = GrammarQueue(
-            config, resolve_tokenizer(config.tokenizer, model_path), self.info, self._eos_token_ids
+            resolve_tokenizer(config.tokenizer, model_path), model.vocab_size, self._eos_token_ids, config
         )
         self._waiting_for_grammar: dict[str, EngineRequest] = {}
         self._failures: list[RequestResult] = []
@@ -204,6 +205,11 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         return self.scheduler.num_unfinished_requests + len(self._waiting_for_grammar)
+
+    @property
+    def num_tracked(self) -> int:
+        """How much is remembered of requests besides what the scheduler knows; 0 once all that ended were freed."""
+        return self._tracked.num_entries
 
     def has_inflight_step(self) -> bool:
         """Whether a flush would find a step to post-process."""
@@ -304,13 +310,13 @@ class LLMEngine:
 
     def _add_those_with_grammar(self) -> None:
         if not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step():
-            self._grammars.wait(_GRAMMAR_WAIT_S)
-        for request_id, grammar in self._grammars.poll():
+            select.select([self._grammars], [], [], _GRAMMAR_WAIT_S)
+        for request_id, compiled in self._grammars.poll():
             request = self._waiting_for_grammar.pop(request_id)
             try:
-                if isinstance(grammar, DeepInferError):
-                    raise grammar
-                self._add_to_scheduler(request, grammar)
+                if isinstance(compiled, DeepInferError):
+                    raise compiled
+                self._add_to_scheduler(request, Grammar(compiled))
             except DeepInferError as error:
                 self._failures.append(RequestFailed(request_id, error.word, error.message))
 

@@ -28,6 +28,9 @@ class PromptLogprobsTables:
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}  # by sequence
 
+    def __len__(self) -> int:
+        return len(self._tables)
+
     def add(self, seq_id: int, request: EngineRequest) -> None:
         if request.sampling_params.prompt_logprobs is not None:
             self._tables[seq_id] = _Table(request)

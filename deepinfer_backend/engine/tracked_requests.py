@@ -1,4 +1,4 @@
-"""Requests that ask for more than tokens of the model's own distribution: what must be known of each of their sequences.
+"""Requests that ask for more than tokens of the model's own distribution: what is known of each of their sequences.
 
 The scheduler marks their rows; a step in which there is none never comes here.
 """
@@ -48,10 +48,17 @@ class TrackedRequests:
         self._vocab_size = vocab_size
         self._requests: dict[int, EngineRequest] = {}  # by sequence
         self._num_seqs: Counter[str] = Counter()  # by request id
+        self._failed_ids: set[str] = set()
         self._states = SequenceStates(vocab_size)
         self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork)
         self._prompt_logprobs = PromptLogprobsTables()
         self._results: list[RequestResult] = []
+
+    @property
+    def num_entries(self) -> int:
+        """Of all tables together: 0 when there is no tracked sequence."""
+        tables = (self._requests, self._num_seqs, self._states, self._beams, self._prompt_logprobs, self._results)
+        return sum(map(len, tables))
 
     def add(self, seq_id: int, request: EngineRequest, grammar: Grammar | None, max_tokens: int) -> None:
         """max_tokens: the most new tokens, the room after the prompt considered."""
@@ -88,6 +95,7 @@ class TrackedRequests:
             self._num_seqs[request.request_id] -= 1
             if not self._num_seqs[request.request_id]:
                 del self._num_seqs[request.request_id]
+                self._failed_ids.discard(request.request_id)
                 freed.append(request)
         return freed
 
@@ -158,6 +166,9 @@ class TrackedRequests:
         num_tokens = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], np.int32)
         for seq_id in self._states.append(seq_ids, token_ids, num_tokens):
             request_id = self._requests[seq_id].request_id
+            if request_id in self._failed_ids:
+                continue
+            self._failed_ids.add(request_id)
             # The outputs of this step are not built yet: the refused token does not come out.
             self._scheduler.abort_request(request_id)
             self._results.append(_grammar_failure(request_id, self._requests[seq_id].sampling_params))

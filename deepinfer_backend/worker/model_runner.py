@@ -38,7 +38,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """logits: [num_sampled + num_prompt_logits, vocab_size]; hidden_states: [the same, hidden_size], what they came of."""
+    """logits: [num_sampled + num_prompt_logits, vocab_size]; hidden_states: [as many, hidden_size], what they are of."""
 
     logits: torch.Tensor
     hidden_states: torch.Tensor

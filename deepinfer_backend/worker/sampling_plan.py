@@ -26,8 +26,8 @@ class PromptTargets:
 class SamplingPlan:
     """Rows are sampled rows, ascending. Nothing of it costs anything where it is empty.
 
-    logprob_rows want log-probabilities and at most `num_top_logprobs` of the likeliest tokens; candidate_rows are beams,
-    embedding_rows want the model's last hidden state. prompt_targets: one for each of the batch's `prompt_logits`.
+    logprob_rows want log-probabilities and at most `num_top_logprobs` of the likeliest tokens. candidate_rows are
+    beams. embedding_rows want the model's last hidden state. prompt_targets: one for each span of `prompt_logits`.
     """
 
     edits: LogitEdits | None = None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer_backend.errors import InvalidRequestError
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.bad_words import BadWords
 from deepinfer_backend.worker.logit_edits import (
@@ -30,7 +31,11 @@ class Grammar(Protocol):
         """Goes on by one token; False, and stays, if the form doesn't allow it."""
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """Writes all of row, [ceil(vocab_size / 32)]: a set bit for each token that may come next."""
+        """Writes all of row, [ceil(vocab_size / 32)]: a set bit for each token that may come next.
+
+        Raises:
+            InvalidRequestError: none may.
+        """
 
     @property
     def is_terminated(self) -> bool:
@@ -54,8 +59,8 @@ def needs_state(params: SamplingParams, bad_words_token_ids: Sequence[Sequence[i
 class SequenceState:
     """One sequence's part of what the sampler remembers: it is as far as the tokens that were appended.
 
-    Owns its grammar. `grammar_failed`: the grammar refused a token (it may have none in common with allowed_token_ids):
-    the request can't go on, and its rows are no longer masked. Used by the thread that steps the engine.
+    Owns its grammar. `grammar_failed`: the grammar has no way on, or refused a token (it may have none in common with
+    allowed_token_ids): the request can't go on, and its rows are no longer masked. Used by the thread that steps the engine.
     """
 
     def __init__(
@@ -133,6 +138,9 @@ class SequenceStates:
         self._vocab_size = vocab_size
         self._states: dict[int, SequenceState] = {}
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     def add(self, seq_id: int, state: SequenceState) -> None:
         self._states[seq_id] = state
 
@@ -154,14 +162,13 @@ class SequenceStates:
     ) -> list[int]:
         """Output tokens that were taken: of row i the first num_tokens[i] of token_ids[i], [n, width].
 
-        Returns the seq_ids whose grammar refused one just now.
+        Returns the seq_ids whose grammar has failed.
         """
         failed = []
         for row, seq_id, state in self._rows_with_state(range(len(seq_ids)), seq_ids):
-            had_failed = state.grammar_failed
             for token_id in token_ids[row, : num_tokens[row]].tolist():
                 state.append(token_id)
-            if state.grammar_failed and not had_failed:
+            if state.grammar_failed:
                 failed.append(seq_id)
         return failed
 
@@ -190,13 +197,20 @@ class SequenceStates:
                 yield row, seq_id, state
 
     def _grammar_mask(self, states: _RowStates) -> GrammarMask | None:
-        grammars = [(row, grammar) for row, state in states if (grammar := state.masking_grammar()) is not None]
-        if not grammars:
-            return None
-        bitmask = np.empty((len(grammars), -(-self._vocab_size // BITS_PER_WORD)), dtype=np.int32)
-        for (_, grammar), words in zip(grammars, bitmask, strict=True):
-            grammar.fill_bitmask(words)
-        return GrammarMask(np.array([row for row, _ in grammars], dtype=np.int64), bitmask)
+        rows, bitmasks = [], []
+        for row, state in states:
+            grammar = state.masking_grammar()
+            if grammar is None:
+                continue
+            bitmask = np.empty(-(-self._vocab_size // BITS_PER_WORD), dtype=np.int32)
+            try:
+                grammar.fill_bitmask(bitmask)
+            except InvalidRequestError:
+                state.grammar_failed = True
+                continue
+            rows.append(row)
+            bitmasks.append(bitmask)
+        return GrammarMask(np.array(rows, dtype=np.int64), np.stack(bitmasks)) if rows else None
 
     def _allowed(self, states: _RowStates) -> AllowedTokens | None:
         token_ids = [(row, state.allowed) for row, state in states if len(state.allowed)]
