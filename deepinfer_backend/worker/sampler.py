@@ -37,13 +37,13 @@ class SamplingBatch:
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_p: torch.Tensor
     uniforms: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
     any_top_k: bool
     any_top_p: bool
-    min_p: torch.Tensor | None = None
-    any_min_p: bool = False
+    any_min_p: bool
     max_top_k: int | None = None
     edits: LogitEdits | None = None
     logprob_rows: torch.Tensor | None = None
@@ -72,11 +72,6 @@ class SampledBatch:
     token_ids: torch.Tensor
     logprobs: RowLogprobs | None = None
     candidates: BeamCandidates | None = None
-
-
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The token ids of `sample_batch` alone."""
-    return sample_batch(logits, batch).token_ids
 
 
 def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
@@ -162,7 +157,7 @@ def _scale(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> to
 
 def _truncation(batch: SamplingBatch, rows: torch.Tensor) -> Truncation:
     return Truncation(
-        min_p=batch.min_p[rows, None] if batch.any_min_p and batch.min_p is not None else None,
+        min_p=batch.min_p[rows, None] if batch.any_min_p else None,
         top_k=batch.top_k[rows, None].long() if batch.any_top_k else None,
         top_p=batch.top_p[rows, None].double() if batch.any_top_p else None,
         max_top_k=batch.max_top_k,
