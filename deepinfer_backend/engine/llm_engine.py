@@ -335,10 +335,13 @@ class LLMEngine:
 
     def _sampling_options(self, request: EngineRequest, lora_id: int) -> SamplingOptions:
         params = request.sampling_params
+        if request.embedding is not None:
+            # Its one token is of no use to anybody: the cheapest, and always with the same end.
+            return SamplingOptions(max_tokens=1, ignore_eos=True, is_tracked=True, lora_id=lora_id)
         is_beam = params.beam_width > 1
         return SamplingOptions(
-            max_tokens=params.max_tokens if request.embedding is None else 1,
-            min_tokens=params.min_tokens if request.embedding is None else 0,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,

@@ -6,6 +6,7 @@ The scheduler marks their rows; a step in which there is none never comes here.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,14 @@ class TrackedRequests:
     @property
     def num_entries(self) -> int:
         """Of all tables together: 0 when there is no tracked sequence."""
-        tables = (self._requests, self._num_seqs, self._states, self._beams, self._prompt_logprobs, self._results)
+        tables: tuple[Sized, ...] = (
+            self._requests,
+            self._num_seqs,
+            self._states,
+            self._beams,
+            self._prompt_logprobs,
+            self._results,
+        )
         return sum(map(len, tables))
 
     def add(self, seq_id: int, request: EngineRequest, grammar: Grammar | None, max_tokens: int) -> None:

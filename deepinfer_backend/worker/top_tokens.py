@@ -22,7 +22,8 @@ def split_in_blocks(rows: torch.Tensor, block: int, fill: float) -> torch.Tensor
     missing = -rows.shape[1] % block
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
-    return rows.view(rows.shape[0], -1, block)
+    # Not -1: a step that samples nothing has no rows, and logits for its prompt all the same.
+    return rows.view(rows.shape[0], rows.shape[1] // block, block)
 
 
 def top_token(logits: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class Worker:
             forward = state.forward.on_stream()
             if forward is None:
                 return None
-            prompt_logits = forward.logits[batch.num_sampled :].split([len(target) for target in targets])
+            prompt_logits = torch.split(forward.logits[batch.num_sampled :], [len(target) for target in targets])
             prompt_logprobs = [
                 logprobs_to_host(logprobs_of(logits, token_ids, target.num_top_logprobs))
                 for logits, token_ids, target in zip(prompt_logits, targets, plan.prompt_targets, strict=True)
