@@ -18,7 +18,9 @@ from deepinfer_backend.outputs import MIN_LOGPROB, Logprobs, RequestTimes, TextD
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """One round's news: (request id, delta) in order, and what a stop string ended before the engine did.
+    """One round's news: (request id, delta), and what a stop string ended before the engine did.
+
+    Of a request's deltas the one that ends it comes last.
 
     A request whose last sequence was ended so is to be aborted as a whole; (request id, sequence index) stands for one
     sequence of a request that goes on.
@@ -126,6 +128,8 @@ class OutputProcessor:
                 deltas[key] = self._new_delta(request, output)
                 processed.deltas.append((output.request_id, deltas[key]))
             self._extend(deltas[key], request, sequence, output, processed)
+        # A sequence may have begun its delta before another one's, and have ended after it.
+        processed.deltas.sort(key=lambda each: each[1].ends_request)
         return processed
 
     def _extend(

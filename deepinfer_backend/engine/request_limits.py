@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.grammar_spec import check_spec
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import InvalidRequestError, shown
 from deepinfer_backend.sampling_params import SamplingParams
@@ -23,6 +24,8 @@ def check_limits(params: SamplingParams, info: EngineInfo, config: EngineConfig)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info)
     _check_token_ids("stop_token_ids", params.stop_token_ids, info)
     _check_lora_name(params.lora_name, config)
+    if params.structured_outputs is not None:
+        check_spec(params.structured_outputs, config)
 
 
 def check_text(name: str, text: str, max_chars: int) -> None:

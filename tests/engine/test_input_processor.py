@@ -22,6 +22,7 @@ CONFIG = EngineConfig(
     max_logit_bias_entries=2,
     max_stop_strings=2,
     max_bad_words=2,
+    max_grammar_bytes=20,
     lora_modules={"law": "/adapters/law"},
 )
 
@@ -61,6 +62,14 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"allowed_token_ids": [1, 50_000]}, {}, "allowed_token_ids has 50000: must be 0 to 49151"),
     ({"stop_token_ids": [49_152]}, {}, "stop_token_ids has 49152: must be 0 to 49151"),
     ({"lora_name": "art"}, {}, "lora_name is 'art': must be one of 'law'"),
+    ({"structured_outputs": {"regex": "x" * 21}}, {}, "structured_outputs.regex has 21 bytes: must be at most 20"),
+    (
+        {"structured_outputs": {"json": {"type": "string", "pattern": "x"}}},
+        {},
+        "structured_outputs.json has 34 bytes: must be at most 20 (max_grammar_bytes)",
+    ),
+    ({"structured_outputs": {"json": '"\ud800"'}}, {}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "("}}, {}, "structured_outputs.regex"),
     (BEAMS, {"stream": True}, "beam_width is 2: must be 1 when stream is true"),
     (BEAMS, {"wants_logprobs": True}, "return_logprobs is True: must be false when beam_width is over 1"),
     (BEAMS, {"wants_prompt_logprobs": True}, "return_prompt_logprobs is True: must be false when beam_width"),
@@ -145,7 +154,7 @@ def test_the_models_own_defaults_fill_what_was_left_out() -> None:
     ],
 )
 def test_what_a_client_wants_to_be_told_is_computed(
-    asked: dict[str, bool], fields: dict[str, Any], expected: tuple[int | None, int | None]
+    asked: dict[str, Any], fields: dict[str, Any], expected: tuple[int | None, int | None]
 ) -> None:
     params = process(fields, **asked).sampling_params
     assert (params.logprobs, params.prompt_logprobs) == expected

@@ -72,6 +72,12 @@ def test_a_request_ends_with_the_last_of_its_sequences() -> None:
     assert run.step(token(WORDS[0], 0)) == [], "forgotten"
 
 
+def test_the_delta_that_ends_a_request_is_its_last() -> None:
+    run = Run(n=2)
+    run.step(token(WORDS[0], 1), token(WORDS[0], 0), token(WORDS[1], 0, "LENGTH"), token(WORDS[1], 1, "LENGTH"))
+    assert [(delta.sequence_index, delta.ends_request) for delta in run.deltas] == [(0, False), (1, True)]
+
+
 def test_a_stop_string_ends_its_sequence_only() -> None:
     run = Run(n=2, stop=["two"])
     run.step(token(WORDS[0], 0), token(WORDS[0], 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -12,10 +13,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.messages import EngineStats
+from deepinfer_backend.engine.messages import Embedding, EmbeddingParams, EngineStats, PromptLogprobs
 from deepinfer_backend.errors import ConfigError, EngineError, InvalidRequestError
 from tests.support import fake_triton
 from tests.support.fake_engine import FakeEngine, output
@@ -23,7 +25,7 @@ from tests.support.fake_triton import MetricFamily, Request, TritonError
 from tests.support.triton_server import wait_until
 
 from deepinfer_backend.triton.frontend import Frontend  # isort: skip (after fake_triton)
-from deepinfer_backend.triton.model_config import OUTPUTS  # isort: skip
+from deepinfer_backend.triton.model_config import OUTPUTS, RETURN_INPUTS  # isort: skip
 
 assert fake_triton
 
@@ -168,6 +170,123 @@ def test_additional_outputs_are_sent_only_when_they_were_asked_for(frontend: Fro
 
 def names(response: Any) -> set[str]:
     return {tensor.name() for tensor in response.tensors}
+
+
+EVERYTHING = {name: True for name in RETURN_INPUTS}
+
+
+def token(request_id: str, index: int, token_id: int, reason: str = "NONE", **fields: Any) -> Any:
+    return output(
+        request_id, token_id, reason, sequence_index=index, num_prompt_tokens=3, num_cached_tokens=2, **fields
+    )
+
+
+def test_several_sequences_are_one_response_in_order_of_their_index(frontend: Frontend, engine: FakeEngine) -> None:
+    request_id, request = start_request(frontend, engine, parameters={"n": 3}, **EVERYTHING)
+    logprob: dict[str, Any] = {"logprob": -0.5, "rank": 2}
+    engine.step(*(token(request_id, index, 10 + index, **logprob) for index in (2, 0, 1)))
+    engine.step(token(request_id, 1, 21, "STOP", stop_token_id=21, **logprob))
+    engine.step(token(request_id, 2, 22, **logprob), token(request_id, 0, 20, "LENGTH", **logprob))
+    engine.step(token(request_id, 2, 32, "LENGTH", **logprob))
+    request.sender.wait()
+    assert request.sender.num_finals == len(request.sender.sent) == 1
+    values = {spec.name: request.sender.outputs(spec.name)[0] for spec in OUTPUTS}
+    logprobs = [json.loads(text) for text in values.pop("logprobs")]
+    assert [[list(position) for position in sequence] for sequence in logprobs] == [
+        [["10"], ["20"]],
+        [["11"], ["21"]],
+        [["12"], ["22"], ["32"]],
+    ]
+    assert logprobs[0][0] == {"10": {"logprob": -0.5, "rank": 2, "decoded_token": ""}}
+    times = [values.pop(name) for name in RETURN_INPUTS["return_perf_metrics"]]
+    assert [len(each) for each in times] == [3] * 4
+    assert all(arrival < first <= last for arrival, _, first, last in zip(*times, strict=True))
+    assert values == {
+        "text_output": ["", "", ""],
+        "token_ids": [10, 20, 11, 21, 12, 22, 32],
+        "sequence_index": [0, 1, 2],
+        "finish_reason": ["length", "stop", "length"],
+        "stop_reason": ["null", "21", "null"],
+        "cumulative_logprob": [-1.0, -1.0, -1.5],
+        "prompt_logprobs": ["[null]"],
+        "num_input_tokens": [3],
+        "num_output_tokens": [2, 2, 3],
+        "num_cached_tokens": [2],
+    }
+
+
+def test_several_streams_have_one_sequence_a_response_and_one_final_at_the_end_of_the_last(
+    frontend: Frontend, engine: FakeEngine
+) -> None:
+    request_id, request = start_request(
+        frontend, engine, parameters={"n": 2}, stream=True, return_finish_reason=True, return_num_output_tokens=True
+    )
+    for number, outputs in enumerate(
+        [
+            [token(request_id, 0, 5), token(request_id, 1, 6)],
+            [token(request_id, 1, 7, "STOP"), token(request_id, 0, 8)],
+            [token(request_id, 0, 9, "LENGTH")],
+        ]
+    ):
+        engine.step(*outputs)
+        wait_until(lambda number=number: len(request.sender.sent) == [2, 4, 5][number], 5, "sent")  # type: ignore[misc]
+    assert request.sender.outputs("sequence_index") == [[0], [1], [1], [0], [0]]
+    assert request.sender.outputs("token_ids") == [[5], [6], [7], [8], [9]]
+    assert request.sender.outputs("num_output_tokens") == [[1]] * 5
+    assert request.sender.outputs("finish_reason") == [["None"], ["None"], ["stop"], ["None"], ["length"]]
+    assert request.sender.num_finals == 1
+
+
+def test_prompt_logprobs_are_sent_once(frontend: Frontend, engine: FakeEngine) -> None:
+    sent = Request(input_ids=[1, 2], stream=True, return_prompt_logprobs=True)
+    frontend.accept([sent])
+    added = engine.next_request()
+    assert added.sampling_params.prompt_logprobs == 0
+    arrays = [np.array([[2]], np.int32), np.array([[-np.inf]], np.float32), np.array([[7]], np.int32)]
+    result = PromptLogprobs(added.request_id, *(array.tobytes() for array in arrays))
+    engine.step(output(added.request_id, 5), results=[result])
+    wait_until(lambda: len(sent.sender.sent) == 1, 5, "first response")
+    engine.step(output(added.request_id, 6, "LENGTH"))
+    sent.sender.wait()
+    (prompt_logprobs,) = sent.sender.outputs("prompt_logprobs")
+    expected = [None, {"2": {"logprob": -9999.0, "rank": 7, "decoded_token": ""}}]
+    assert [json.loads(text) for text in prompt_logprobs] == [expected]
+
+
+def test_an_embedding_is_json_in_the_text(frontend: Frontend, engine: FakeEngine) -> None:
+    content = {"input": [1, 2], "pooling_params": {"dimensions": [2]}}
+    request = Request(embedding_request=json.dumps(content), return_num_input_tokens=True)
+    frontend.accept([request])
+    added = engine.next_request()
+    assert added.embedding == EmbeddingParams(2)
+    values = np.array([3, 4, 12, 0, 0, 0, 0, 0], np.float32).tobytes()
+    engine.step(
+        output(added.request_id, -1, "STOP", num_prompt_tokens=2), results=[Embedding(added.request_id, values)]
+    )
+    request.sender.wait()
+    ((text,),) = request.sender.outputs("text_output")
+    assert json.loads(text) == pytest.approx([0.6, 0.8])
+    assert request.sender.outputs("num_input_tokens") == [[2]]
+    assert request.sender.num_finals == len(request.sender.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields", "message"),
+    [
+        ({"text_input": "x"}, {}, "text_input: this model has no tokenizer"),
+        ({"input_ids": [1], "stream": True}, {"beam_width": 2}, "beam_width is 2: must be 1 when stream is true"),
+        ({"input_ids": [1]}, {"n": 65}, "n is 65: must be at most 64 (max_n)"),
+        ({"input_ids": [1]}, {"lora_name": "x"}, "lora_name is 'x': must be left out"),
+        ({"embedding_request": '{"input": [1]}'}, {"top_k": 2}, "top_k is set: an embedding request can have only"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(
+    frontend: Frontend, engine: FakeEngine, inputs: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    request = Request(**inputs, parameters=fields)
+    frontend.accept([request])
+    assert_failed(request, TritonError.INVALID_ARG, f"INVALID_ARG: {message}")
+    assert_served(frontend, engine)
 
 
 def test_two_requests_with_the_same_client_id_do_not_mix(frontend: Frontend, engine: FakeEngine) -> None:

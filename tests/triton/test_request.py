@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepinfer_backend.engine.chat import Chat
+from deepinfer_backend.engine.messages import EmbeddingParams
 from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.triton.model_config import OUTPUTS, RETURN_INPUTS
 from tests.support import fake_triton
 from tests.support.fake_triton import Request
 
@@ -71,9 +74,103 @@ def test_text_arrives_as_it_was_sent(text: str) -> None:
     assert parse(text_input=text).prompt == text
 
 
+def test_messages_with_tools_and_variables_become_a_chat() -> None:
+    messages, tools, kwargs = [{"role": "user", "content": "hi"}], [{"name": "f"}], {"mood": "calm"}
+    request = parse(messages=json.dumps(messages), tools=json.dumps(tools), chat_template_kwargs=json.dumps(kwargs))
+    assert request.prompt == Chat.from_objects(messages, tools, kwargs)
+    assert request.echo == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt", "dimensions"),
+    [
+        ({"input": "x"}, "x", None),
+        ({"input": [1, 2]}, [1, 2], None),
+        ({"input": "x", "pooling_params": {"dimensions": [64]}}, "x", 64),
+        ({"input": "x", "pooling_params": {"dimensions": 64}}, "x", 64),
+        ({"input": "x", "pooling_params": {"dimensions": None}}, "x", None),
+        ({"input": "x", "pooling_params": {}}, "x", None),
+    ],
+)
+def test_an_embedding_request_is_read_as_tritons_openai_frontend_writes_it(
+    content: dict[str, Any], prompt: Any, dimensions: int | None
+) -> None:
+    request = parse(embedding_request=json.dumps(content))
+    assert (request.prompt, request.embedding, request.echo) == (prompt, EmbeddingParams(dimensions), "")
+
+
+ALWAYS = {"text_output", "token_ids"}
+ALL_OUTPUTS = tuple(spec.name for spec in OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, set()),
+        ({"outputs": ALL_OUTPUTS}, set()),
+        ({"outputs": ("token_ids",)}, set()),
+        ({"outputs": ("token_ids", "finish_reason")}, {"finish_reason"}),
+        ({"outputs": ALL_OUTPUTS[:-1]}, set(ALL_OUTPUTS[:-1])),
+        ({"outputs": ALL_OUTPUTS, "return_logprobs": True}, {"logprobs"}),
+        ({"return_finish_reason": False}, set()),
+        ({"parameters": {"n": 2}}, {"sequence_index"}),
+        *(({name: True}, set(outputs)) for name, outputs in RETURN_INPUTS.items()),
+    ],
+)
+def test_an_additional_output_must_be_asked_for(asked: dict[str, Any], expected: set[str]) -> None:
+    """All of them together are what Triton says for a client that named none."""
+    assert parse(text_input="x", **asked).output_names == ALWAYS | expected
+
+
+HELLO = json.dumps([{"role": "user", "content": "hi"}])
+
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({}, "exactly one of text_input, input_ids, messages and embedding_request: got neither"),
     "both inputs": ({"text_input": "x", "input_ids": [1]}, "got both"),
+    "three inputs": (
+        {"text_input": "x", "messages": HELLO, "embedding_request": "{}"},
+        "got text_input and messages and embedding_request",
+    ),
+    "tools without messages": ({"text_input": "x", "tools": "[]"}, "tools is set: must be left out without messages"),
+    "variables without messages": (
+        {"input_ids": [1], "chat_template_kwargs": "{}"},
+        "chat_template_kwargs is set: must be left out without messages",
+    ),
+    "messages that are no JSON": ({"messages": "hello"}, "messages is 'hello': not valid JSON"),
+    "messages too large": ({"messages": " " * 1_001}, "messages has 1001 bytes: must have at most 1000"),
+    "an image": (
+        {"messages": json.dumps([{"role": "user", "content": [{"type": "image_url"}]}])},
+        "messages.0.content.0.type is 'image_url': must be 'text'",
+    ),
+    "embedding of nothing": (
+        {"embedding_request": "{}"},
+        r"embedding_request.input is None: must be a string or a list",
+    ),
+    "embedding of booleans": (
+        {"embedding_request": '{"input": [true]}'},
+        r"embedding_request.input is \[True\]: must be",
+    ),
+    "embedding as a list": ({"embedding_request": "[1]"}, r"embedding_request is \[1\]: must be a JSON object"),
+    "embedding with a typing error": (
+        {"embedding_request": '{"inputs": "x"}'},
+        r"embedding_request: unknown field 'inputs' \(did you mean 'input'\?\)",
+    ),
+    "pooling with a typing error": (
+        {"embedding_request": '{"input": "x", "pooling_params": {"dimension": 1}}'},
+        "embedding_request.pooling_params: unknown field 'dimension'",
+    ),
+    "dimensions in words": (
+        {"embedding_request": '{"input": "x", "pooling_params": {"dimensions": "all"}}'},
+        "embedding_request.pooling_params.dimensions is 'all': must be a whole number",
+    ),
+    "two dimensions": (
+        {"embedding_request": '{"input": "x", "pooling_params": {"dimensions": [1, 2]}}'},
+        r"embedding_request.pooling_params.dimensions is \[1, 2\]: must be a whole number or a list of one",
+    ),
+    "batch of flags": (
+        {"text_input": "x", "return_logprobs": np.array([True, True])},
+        r"return_logprobs has shape \[2\]: must be \[1\]",
+    ),
     "stream with the prompt": (
         {"text_input": "x", "stream": True, "exclude_input_in_output": False},
         "exclude_input_in_output is false",
