@@ -214,6 +214,8 @@ std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<Sequen
   if (is_prefill_attempt_due(could_decode)) {
     num_decodes_since_attempt_ = 0;
     schedule_prefill(*batch);
+    // Held ones may be waiting, outside, for the very sequence that finds no room beside them.
+    while (batch->is_empty() && !could_decode && launched_.empty() && preempt_held(*batch)) schedule_prefill(*batch);
   }
   if (!batch->is_empty()) {
     last_step_was_prefill_ = true;
@@ -383,6 +385,20 @@ void Scheduler::preempt(Sequence& victim) {
   victim.status = SequenceStatus::kWaiting;
   ++victim.num_preemptions;
   ++num_preemptions_;
+}
+
+bool Scheduler::preempt_held(ScheduledBatch& batch) {
+  if (waiting_head() == nullptr) return false;
+  // Nothing can decode and nothing is in flight, so all that stand here are held.
+  Sequence* victim = nullptr;
+  for (const Queue* queue : {&prompted_, &running_}) {
+    if (queue->empty()) continue;
+    if (victim == nullptr || ServedBefore()(victim, *queue->rbegin())) victim = *queue->rbegin();
+  }
+  if (victim == nullptr) return false;
+  preempt(*victim);
+  ++batch.num_preempted;
+  return true;
 }
 
 std::shared_ptr<ScheduledBatch> Scheduler::spare_batch() {

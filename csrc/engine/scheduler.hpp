@@ -58,7 +58,8 @@ struct Fork {
 //      running     RUNNING
 //    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and it goes.
 // 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted past a head
-//    that does not fit (held ones aside: they have nothing to compute), and a block is taken only from sequences served later than the one that needs it.
+//    that does not fit (held ones aside: they have nothing to compute), and a block is taken only from sequences served
+//    later than the one that needs it, or from held ones when nothing else could go on.
 // 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
 // 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are processed
 //    in the order in which they were launched.
@@ -148,6 +149,7 @@ class Scheduler {
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
   void launch(Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch);
   void preempt(Sequence& victim);
+  bool preempt_held(ScheduledBatch& batch);
 
   // processing
   void check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,

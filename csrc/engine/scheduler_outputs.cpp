@@ -63,7 +63,7 @@ void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids,
         const bool has_logprobs =
             logprobs_index < logprobs.num_rows && static_cast<size_t>(logprobs.rows[logprobs_index]) == sampled_row;
         take_sampled(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
-        if (has_logprobs && batch.num_new_outputs > num_outputs_before) {
+        if (has_logprobs && sequence.options.num_logprobs >= 0 && batch.num_new_outputs > num_outputs_before) {
           fill_logprobs(batch.new_outputs[num_outputs_before], logprobs, logprobs_index, sequence.options.num_logprobs);
         }
       }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.fake_device import SchedulerDriver
+from tests.core.scheduler_driver import SchedulerDriver
 
 A = [2, 2, 2, 2, 3, 3, 3, 3, 4]
 B = [5, 5, 5, 5, 6, 6, 6, 6, 7]

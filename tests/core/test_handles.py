@@ -1,9 +1,9 @@
-"""Handles, metadata, packed outputs and step arrays: what is stale or malformed raises, it is never read."""
+"""Handles, metadata and packed outputs: what is stale or malformed raises, it is never read."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import sys
 
 import numpy as np
 import pytest
@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deepinfer_backend._core import FinishReason, RequestOutput, RequestOutputPool, SamplingOptions, StepArrays
-from tests.core.fake_device import SchedulerDriver, make_arrays
+from deepinfer_backend._core import (
+    FinishReason,
+    RequestOutput,
+    RequestOutputPool,
+    SamplingOptions,
+    StepArrays,
+    StepLogprobs,
+    WrittenSequence,
+)
+from tests.core.fake_device import TopLogprobs, make_arrays, make_logprobs
+from tests.core.scheduler_driver import SchedulerDriver
 
 FIELDS = [
     "request_id",
@@ -25,17 +34,33 @@ FIELDS = [
     "stop_token_id",
     "num_prompt_tokens",
     "num_cached_tokens",
+    "first_scheduled_time_ns",
+    "logprob",
+    "rank",
+    "top_logprobs",
 ]
 
 
-def one_step(driver: SchedulerDriver, *request_ids: str) -> NDArray[np.uint64]:
+def one_step(
+    driver: SchedulerDriver, *request_ids: str, logprobs: StepLogprobs | None = None, num_logprobs: int = -1
+) -> NDArray[np.uint64]:
     """The handles of one prefill step's outputs."""
     for request_id in request_ids:
-        driver.scheduler.add_seq(request_id, np.array([2, 3], np.int32), SamplingOptions(max_tokens=1))
+        options = SamplingOptions(max_tokens=1, num_logprobs=num_logprobs)
+        driver.scheduler.add_seq(request_id, np.array([2, 3], np.int32), options)
     _, batch = driver.scheduler.schedule(driver.metadata_pool)
-    num_rows = len(request_ids)
-    driver.scheduler.process_outputs(batch, np.full((num_rows, 1), 5, np.int32), np.ones(num_rows, np.int32))
+    token_ids = np.full((len(request_ids), 1), 5, np.int32)
+    num_tokens = np.ones(len(request_ids), np.int32)
+    driver.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=logprobs)
     return driver.scheduler.build_request_outputs(batch, driver.output_pool)
+
+
+def fields_of(outputs: list[RequestOutput]) -> str:
+    """As text, in which NaN equals NaN."""
+    return repr([[getattr(output, name) for name in FIELDS] for output in outputs])
+
+
+TWO_TOPS: list[TopLogprobs] = [[(3, -0.25), (5, -1.5)], [(5, -0.5), (4, -2.0)]]
 
 
 def test_clone_outlives_its_handle() -> None:
@@ -126,125 +151,99 @@ def test_batches_and_metadata_are_recycled() -> None:
     assert (driver.metadata_pool.num_in_use, driver.output_pool.num_in_use) == (0, 0)
 
 
-@given(st.lists(st.text(max_size=20), min_size=1, max_size=8, unique=True))
-def test_unpack_gives_back_what_was_packed(request_ids: list[str]) -> None:
+FLOATS = st.floats(width=32)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=20), FLOATS, st.integers(0, 2**31 - 1), st.lists(FLOATS, min_size=2, max_size=2)),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda request: request[0],
+    ),
+    st.integers(-1, 3),
+)
+def test_unpack_gives_back_what_was_packed(
+    requests: list[tuple[str, float, int, list[float]]], num_logprobs: int
+) -> None:
+    request_ids, logprobs, ranks, tops = zip(*requests, strict=True)
     driver = SchedulerDriver()
-    handles = one_step(driver, *request_ids)
+    told = make_logprobs(
+        list(range(len(requests))), list(logprobs), list(ranks), [list(enumerate(top)) for top in tops]
+    )
+    handles = one_step(driver, *request_ids, logprobs=told, num_logprobs=num_logprobs)
     outputs = driver.output_pool.clone(handles)
     unpacked = RequestOutput.unpack(driver.output_pool.pack(handles))
-    assert [[getattr(output, name) for name in FIELDS] for output in unpacked] == [
-        [getattr(output, name) for name in FIELDS] for output in outputs
-    ]
-    assert {output.request_id for output in unpacked} == set(request_ids)
+    assert fields_of(unpacked) == fields_of(outputs)
+    assert [output.request_id for output in unpacked] == list(request_ids)
+    if num_logprobs >= 0:
+        assert [output.rank for output in unpacked] == list(ranks)
+        assert repr([output.logprob for output in unpacked]) == repr(list(logprobs))
+    wanted = [list(enumerate(top))[: max(num_logprobs, 0)] for top in tops]
+    assert repr([output.top_logprobs for output in unpacked]) == repr(wanted)
 
 
 def test_data_that_is_cut_or_too_long_or_something_else_is_refused() -> None:
     driver = SchedulerDriver()
-    data = driver.output_pool.pack(one_step(driver, "request", "other"))
+    told = make_logprobs([0, 1], [-1.5, -0.5], [2, 1], TWO_TOPS)
+    data = driver.output_pool.pack(one_step(driver, "request", "other", logprobs=told, num_logprobs=2))
+    assert [output.top_logprobs for output in RequestOutput.unpack(data)] == TWO_TOPS
     for size in range(len(data)):
         with pytest.raises(ValueError, match="packed outputs"):
             RequestOutput.unpack(data[:size])
-    for wrong in (data + b"x", b"x" + data[1:], b"x" * len(data)):
+        # Also when the header agrees that it is no longer.
+        with pytest.raises(ValueError, match="packed outputs"):
+            RequestOutput.unpack(with_size_in_header(data[:size]))
+    longer = with_size_in_header(data + b"x")
+    for wrong in (data + b"x", longer, b"x" + data[1:], b"x" * len(data)):
         with pytest.raises(ValueError, match="packed outputs"):
             RequestOutput.unpack(wrong)
     assert RequestOutput.unpack(driver.output_pool.pack(np.empty(0, np.uint64))) == []
 
 
-@given(st.integers(0, 150), st.integers(0, 255))
+def with_size_in_header(data: bytes) -> bytes:
+    """The header: magic, version, number of outputs, then the size of all data as a uint64."""
+    return data[:16] + len(data).to_bytes(8, sys.byteorder) + data[24:]
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
 def test_broken_data_is_read_or_refused_but_never_past_its_end(index: int, value: int) -> None:
     driver = SchedulerDriver()
-    data = bytearray(driver.output_pool.pack(one_step(driver, "request", "other")))
+    told = make_logprobs([0, 1], [-1.5, -0.5], [2, 1], TWO_TOPS)
+    data = bytearray(driver.output_pool.pack(one_step(driver, "request", "other", logprobs=told, num_logprobs=2)))
     data[index % len(data)] = value
     with contextlib.suppress(ValueError, UnicodeDecodeError):
-        assert [len(output.request_id) for output in RequestOutput.unpack(bytes(data))]
+        assert [(len(output.request_id), output.top_logprobs) for output in RequestOutput.unpack(bytes(data))]
 
 
-def wrong_arrays() -> list[tuple[str, Any]]:
-    read_only = np.zeros(4, np.int64)
-    read_only.flags.writeable = False
-    return [
-        ("token_ids", np.zeros(8, np.int64)),
-        ("positions", np.zeros(9, np.int64)),
-        ("query_start_loc", np.zeros(4, np.int32)),
-        ("block_tables", np.zeros(4, np.int32)),
-        ("block_tables", np.zeros((5, 4), np.int32).T),
-        ("uniforms", np.zeros(4, np.float32)),
-        ("seq_lens", np.zeros(0, np.int32)),
-        ("logits_indices", read_only),
-        ("slot_mapping", np.zeros(16, np.int64)[::2]),
-        ("banned_token_ids", np.zeros(3, np.int64)),
+def test_written_sequence_comes_out_token_by_token_for_the_request_of_its_sequence() -> None:
+    driver = SchedulerDriver()
+    seq_id = driver.add("a", [2, 3, 4, 5, 6], 9, is_beam=True)
+    driver.step()
+    text = WrittenSequence(
+        sequence_index=2,
+        token_ids=[5, 6, 7],
+        logprobs=[-0.5, -1.5, -2.0],
+        finish_reason=FinishReason.STOP,
+        stop_token_id=7,
+    )
+    handles = driver.scheduler.build_sequence_outputs(seq_id, driver.output_pool, text)
+    outputs = RequestOutput.unpack(driver.output_pool.pack(handles))
+    driver.output_pool.release(handles)
+    assert [(o.request_id, o.sequence_index, o.num_prompt_tokens) for o in outputs] == [("a", 2, 5)] * 3
+    assert [(o.output_index, o.token_id, o.logprob, o.finished) for o in outputs] == [
+        (0, 5, -0.5, False),
+        (1, 6, -1.5, False),
+        (2, 7, -2.0, True),
     ]
-
-
-@pytest.mark.parametrize(("name", "array"), wrong_arrays())
-def test_step_arrays_refuse_what_write_could_not_fill(name: str, array: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        StepArrays(**{**make_arrays(8, 4, 4), name: array})
-
-
-def test_write_refuses_arrays_that_are_too_small_and_leaves_them_alone() -> None:
-    driver = SchedulerDriver()
-    options = SamplingOptions(max_tokens=9, min_tokens=2, eos_token_ids=[7, 8])
-    driver.scheduler.add_seq("a", np.arange(2, 8, dtype=np.int32), options)
-    driver.scheduler.add_seq("b", np.arange(2, 8, dtype=np.int32), options)
-    _, batch = driver.scheduler.schedule(driver.metadata_pool)
-    for sizes, what in [
-        ((11, 2, 2, 4), "12 tokens"),
-        ((12, 1, 2, 4), "2 sequences"),
-        ((12, 2, 1, 4), "2 blocks"),
-        ((12, 2, 2, 3), "4 banned tokens"),
-    ]:
-        arrays = make_arrays(*sizes)
-        with pytest.raises(ValueError, match=what):
-            batch.write(StepArrays(**arrays))
-        assert (arrays["token_ids"] == -77).all()
-    arrays = make_arrays(12, 2, 2, 4)
-    batch.write(StepArrays(**arrays))
-    assert arrays["banned_rows"].tolist() == [0, 0, 1, 1]
-    assert arrays["banned_token_ids"].tolist() == [7, 8, 7, 8]
-    assert arrays["logits_indices"].tolist() == [5, 11]
-    assert arrays["query_start_loc"].tolist() == [0, 6, 12]
-
-
-def test_step_arrays_keep_their_memory() -> None:
-    driver = SchedulerDriver()
-    step_arrays = StepArrays(**make_arrays(8, 4, 4))
-    driver.scheduler.add_seq("a", np.array([2, 3], np.int32), SamplingOptions(max_tokens=1))
-    driver.scheduler.schedule(driver.metadata_pool)[1].write(step_arrays)
-
-
-def test_sampling_parameters_stand_beside_the_rows_that_sample() -> None:
-    driver = SchedulerDriver()
-    greedy = SamplingOptions(max_tokens=9)
-    random = SamplingOptions(max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, seed=9)
-    for request_id, options in (("a", greedy), ("b", random)):
-        driver.scheduler.add_seq(request_id, np.array([2, 3], np.int32), options)
-    _, batch = driver.scheduler.schedule(driver.metadata_pool)
-    arrays = make_arrays(8, 4, 4)
-    batch.write(StepArrays(**arrays))
-    assert arrays["temperature"][:2].tolist() == [0.0, 0.5]
-    assert arrays["top_k"][:2].tolist() == [0, 3]
-    assert arrays["top_p"][:2].tolist() == [1.0, 0.75]
-    assert (batch.all_greedy, batch.any_top_k, batch.any_top_p) == (False, True, True)
-
-
-def test_uniforms_of_neighbouring_seeds_and_positions_are_spread_evenly() -> None:
-    driver = SchedulerDriver(max_num_seqs=64, num_blocks=1024, max_num_batched_tokens=64)
-    for seed in range(64):
-        options = SamplingOptions(max_tokens=40, temperature=1.0, seed=seed)
-        driver.scheduler.add_seq(f"{seed}", np.array([2], np.int32), options)
-    arrays = make_arrays(64, 64, 16)
-    step_arrays, uniforms = StepArrays(**arrays), []
-    while driver.scheduler.has_unfinished_seqs():
-        _, batch = driver.scheduler.schedule(driver.metadata_pool)
-        batch.write(step_arrays)
-        uniforms.append(arrays["uniforms"].copy())
-        driver.scheduler.process_outputs(batch, np.full((64, 1), 5, np.int32), np.ones(64, np.int32))
-        driver.output_pool.release(driver.scheduler.build_request_outputs(batch, driver.output_pool))
-    table = np.array(uniforms)  # [output index, seed]
-    assert len(np.unique(table)) == table.size == 40 * 64
-    assert abs(table.mean() - 0.5) < 0.02
-    histogram = np.histogram(table, bins=10, range=(0, 1))[0] / table.size
-    assert abs(histogram - 0.1).max() < 0.03
-    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.06
-    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.06
+    assert [(o.finish_reason.name, o.stop_token_id) for o in outputs] == [("NONE", -1)] * 2 + [("STOP", 7)]
+    assert all(output.first_scheduled_time_ns > 0 for output in outputs)
+    with pytest.raises(LookupError, match="no sequence 7"):
+        driver.scheduler.build_sequence_outputs(7, driver.output_pool, text)
+    for token_ids, logprobs in [([], []), ([5], []), ([5], [-1.0, -1.0])]:
+        wrong = WrittenSequence(
+            sequence_index=0, token_ids=token_ids, logprobs=logprobs, finish_reason=FinishReason.STOP
+        )
+        with pytest.raises(ValueError, match="one entry at least"):
+            driver.scheduler.build_sequence_outputs(seq_id, driver.output_pool, wrong)
+    driver.drain()

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.fake_device import STOP, VOCAB_SIZE, SchedulerDriver
+from tests.core.fake_model import STOP, VOCAB_SIZE
+from tests.core.scheduler_driver import SchedulerDriver
 
 # Prompts are prefixes of these and tails of their own, so that many share blocks.
 SHARED_TEXTS = [[2, 3, 4, 5, 6, 7, 2, 4, 6, 3, 5, 7], [2, 3, 4, 5, 7, 7, 7, 7, 7, 7, 7, 7]]
@@ -24,6 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(2, 12),
         enable_prefix_caching=st.sampled_from([True, True, False]),
+        max_num_prompt_logits=st.integers(1, 4),
         max_consecutive_prefills=st.integers(1, 3),
         prefill_attempt_interval=st.integers(1, 3),
     )
@@ -43,6 +45,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (STOP,)]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "", "tenant"]),
+        n_or_beam=st.sampled_from([1, 1, 1, 2, 3, 5, "beam"]),
+        num_logprobs=st.sampled_from([-1, -1, 0, 2]),
+        prompt_logprobs=st.sampled_from([False, False, True]),
+        is_tracked=st.booleans(),
+        lora_id=st.sampled_from([0, 0, 1, 2]),
     )
     def add(
         self,
@@ -51,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         min_tokens: int,
+        n_or_beam: int | str,
         **params: object,
     ) -> None:
         prompt = (text[:num_shared] + tail)[: self.driver.max_seq_len - 1]
@@ -58,12 +66,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_requests += 1
         request_id = f"request {self.num_requests}"
         min_tokens = min(min_tokens, max_tokens)
-        self.driver.add(request_id, prompt, max_tokens, min_tokens=min_tokens, seed=self.num_requests, **params)
+        seed = 100 * self.num_requests
+        kind = {"is_beam": True} if n_or_beam == "beam" else {"n": n_or_beam}
+        self.driver.add(request_id, prompt, max_tokens, min_tokens=min_tokens, seed=seed, **kind, **params)
 
     @precondition(lambda self: self.driver.live_seq_ids())
-    @rule(num_steps=st.integers(1, 6))
-    def steps(self, num_steps: int) -> None:
+    @rule(num_steps=st.integers(1, 6), advances_beams=st.booleans())
+    def steps(self, num_steps: int, advances_beams: bool) -> None:
         for _ in range(num_steps):
+            if advances_beams:
+                self.driver.advance_beams()
             self.driver.step()
 
     @precondition(lambda self: self.driver.live_seq_ids())
@@ -87,6 +99,32 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, choice: int) -> None:
         live = self.driver.live_seq_ids()
         self.driver.abort(self.driver.lines[live[choice % len(live)]].request_id)
+
+    @precondition(lambda self: self.driver.live_seq_ids())
+    @rule(choice=st.integers(0, 100), sequence_index=st.integers(0, 3))
+    def abort_one_of_a_request(self, choice: int, sequence_index: int) -> None:
+        live = self.driver.live_seq_ids()
+        self.driver.abort(self.driver.lines[live[choice % len(live)]].request_id, sequence_index)
+
+    @precondition(lambda self: self.driver.lines)
+    @rule(choice=st.integers(0, 100))
+    def abort_seq(self, choice: int) -> None:
+        self.driver.abort_seq(choice % len(self.driver.lines))
+
+    @precondition(lambda self: self.driver.held_seq_ids())
+    @rule(
+        choice=st.integers(0, 100),
+        tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+    )
+    def branch_a_beam(self, choice: int, tokens: list[int]) -> None:
+        """Goes on with each of the tokens: the first in the sequence itself, the others in forks. None: it ends."""
+        held = self.driver.held_seq_ids()
+        seq_id = held[choice % len(held)]
+        forks = [self.driver.fork(seq_id, 1000 + choice) for _ in tokens[1:]]
+        for branch, token in zip([seq_id, *forks], tokens, strict=False):
+            self.driver.append_token(branch, token)
+        if not tokens:
+            self.driver.abort_seq(seq_id)
 
     @precondition(lambda self: self.driver.live_seq_ids())
     @rule(choice=st.integers(0, 100), num_forks=st.integers(1, 3))
@@ -118,9 +156,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             lines = [self.driver.lines[seq_id] for seq_id in self.driver.live_seq_ids()]
-            # Alone, each needs a step per chunk and token; each may be preempted once per step of all others.
-            num_tokens = sum(len(line.prompt) + line.max_tokens for line in lines)
-            self.driver.drain(max_steps=10 + 4 * num_tokens)
+            # Alone, each needs a step per chunk and token; each may be preempted once per step of all others. A beam
+            # that has no place beside the others is computed anew for each token.
+            num_steps = sum(
+                (1 + line.num_forks_due)
+                * (len(line.prompt) + line.max_tokens)
+                * (self.driver.max_seq_len if line.is_beam else 1)
+                for line in lines
+            )
+            self.driver.drain(max_steps=10 + 4 * num_steps)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

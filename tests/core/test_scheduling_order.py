@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.core.fake_device import SchedulerDriver
+from tests.core.scheduler_driver import SchedulerDriver
 
 PROMPT = [2, 3, 4, 5, 6]
 
@@ -154,6 +156,19 @@ def test_sequence_between_two_chunks_is_preempted_too() -> None:
     assert driver.lines[chunked].outputs == []
     assert (driver.scheduler.num_waiting, driver.scheduler.num_running) == (1, 1)
     driver.drain()
+
+
+def test_time_of_the_first_scheduling_is_told_with_every_output() -> None:
+    driver = SchedulerDriver(num_blocks=9, enable_prefix_caching=False)
+    begin = time.monotonic_ns()
+    driver.add("a", [2] * 10, 16, n=3, ignore_eos=True)
+    driver.step()
+    end = time.monotonic_ns()
+    driver.drain()
+    assert driver.scheduler.num_preemptions > 0
+    times = {output.first_scheduled_time_ns for line in driver.lines.values() for output in line.outputs}
+    assert len(times) == 1
+    assert begin <= times.pop() <= end
 
 
 def test_sequences_in_a_step_are_in_the_order_in_which_they_are_served() -> None:

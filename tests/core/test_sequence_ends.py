@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from deepinfer_backend._core import RequestOutput, SamplingOptions, Scheduler, SchedulerConfig, SchedulerOutputs
-from tests.core.fake_device import EOS, SchedulerDriver, next_token
+from tests.core.fake_model import EOS, next_token
+from tests.core.scheduler_driver import SchedulerDriver
 
 PROMPT = [2, 3, 4, 5, 6]
 
@@ -254,15 +256,26 @@ def test_limits_are_checked_by_the_constructors() -> None:
         "max_num_batched_tokens": 1,
         "max_model_len": 8,
     }
-    for name in [*limits, "max_consecutive_prefills", "prefill_attempt_interval"]:
+    for name in [*limits, "max_num_prompt_logits", "max_consecutive_prefills", "prefill_attempt_interval"]:
         with pytest.raises(ValueError, match=f"{name}: must be"):
             SchedulerConfig(**{**limits, name: 0})
     with pytest.raises(ValueError, match="at least 2 tokens"):
         SchedulerConfig(**{**limits, "num_blocks": 1, "block_size": 1})
     with pytest.raises(ValueError, match="max_tokens: must be"):
         SamplingOptions(max_tokens=0)
-    with pytest.raises(ValueError, match="top_p: must be"):
-        SamplingOptions(max_tokens=1, top_p=0.0)
+    wrong: dict[str, Any] = {
+        "min_tokens": 2,
+        "temperature": math.inf,
+        "top_k": -1,
+        "top_p": 0.0,
+        "min_p": math.nan,
+        "n": 0,
+        "num_logprobs": -2,
+        "lora_id": -1,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}: must be"):
+            SamplingOptions(**{"max_tokens": 1, name: value})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,298 @@
+"""`SchedulerDriver` plays the engine's and the Worker's part around a real `Scheduler`.
+
+It launches steps on the fake device, processes them in order, one later with zero-overhead scheduling, and keeps each
+sequence's true history.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_backend._core import (
+    RequestOutput,
+    RequestOutputPool,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutputs,
+    SequenceMetadataPool,
+    StepLogprobs,
+)
+from tests.core.fake_device import FakeDevice, Launched, make_logprobs
+from tests.core.fake_model import Line, TokenLogprobs, logprobs_of, next_token
+
+Counts = Callable[[int], int]  # sequence id → number of tokens that a step gives it
+
+
+def one_token(seq_id: int) -> int:
+    return 1
+
+
+class SchedulerDriver:
+    """Owns a Scheduler with its pools, the fake device, and what is known of every sequence.
+
+    1. After every step the scheduler's own recount adds up.
+    2. What comes out for a sequence is what the plain model says, in order, and nothing after its end.
+    3. Sequences come into being and are freed exactly when the scheduler says so.
+    """
+
+    def __init__(self, *, zero_overhead_scheduling: bool = True, **limits: Any) -> None:
+        defaults: dict[str, Any] = {
+            "num_blocks": 64,
+            "block_size": 4,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 64,
+            "max_num_prompt_logits": 4,
+        }
+        self.limits = {**defaults, **limits}
+        self.zero_overhead_scheduling = zero_overhead_scheduling
+        self.scheduler = Scheduler(SchedulerConfig(**self.limits))
+        self.metadata_pool = SequenceMetadataPool()
+        self.output_pool = RequestOutputPool()
+        self.lines: dict[int, Line] = {}
+        self.inflight: Launched | None = None
+        self.max_seq_len = min(self.limits["max_model_len"], self.limits["num_blocks"] * self.limits["block_size"])
+        self.freed_seq_ids: set[int] = set()
+        self._device = FakeDevice(self.limits, self.max_seq_len)
+
+    # ---- requests ----
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **params: Any) -> int:
+        line = Line(request_id, prompt, max_tokens, **params)
+        line.history = list(prompt)
+        line.num_forks_due = line.n - 1
+        prompt_array = np.array(prompt, dtype=np.int32)
+        seq_id = self.scheduler.add_seq(
+            request_id, prompt_array, line.options(), priority=line.priority, cache_salt=line.salt
+        )
+        self._know(seq_id, line)
+        return seq_id
+
+    def fork(self, seq_id: int, seed: int) -> int:
+        parent = self.lines[seq_id]
+        child_id = self.scheduler.fork_seq(seq_id, seed=seed)
+        indices = [line.sequence_index for line in self.lines.values() if line.request_id == parent.request_id]
+        self._know(child_id, parent.fork(parent.history, seed=seed, sequence_index=max(indices) + 1))
+        return child_id
+
+    def append_token(self, seq_id: int, token: int) -> None:
+        line = self.lines[seq_id]
+        self.scheduler.append_token(seq_id, token)
+        line.history.append(token)
+        line.is_held = False
+        if line.finish(line.history[len(line.prompt) :], self.max_seq_len)[0] != "NONE":
+            line.ended = "silent"
+
+    def abort(self, request_id: str, sequence_index: int = -1) -> None:
+        aborted = [
+            line
+            for line in self.lines.values()
+            if line.request_id == request_id and not line.ended and sequence_index in (-1, line.sequence_index)
+        ]
+        assert self.scheduler.abort_request(request_id, sequence_index) == bool(aborted)
+        for line in aborted:
+            line.ended = "abort"
+
+    def abort_seq(self, seq_id: int) -> None:
+        line = self.lines[seq_id]
+        assert self.scheduler.abort_seq(seq_id) == (not line.ended)
+        line.ended = line.ended or "abort"
+
+    def live_seq_ids(self) -> list[int]:
+        return [seq_id for seq_id, line in self.lines.items() if not line.ended]
+
+    def held_seq_ids(self) -> list[int]:
+        return [seq_id for seq_id in self.live_seq_ids() if self.lines[seq_id].is_held]
+
+    def seq_ids_of(self, request_id: str) -> list[int]:
+        return [seq_id for seq_id, line in self.lines.items() if line.request_id == request_id]
+
+    def advance_beams(self) -> None:
+        """Gives each request's beams their next tokens once all of them are held: not before, as a beam search does."""
+        for request_id in {self.lines[seq_id].request_id for seq_id in self.held_seq_ids()}:
+            beams = [seq_id for seq_id in self.live_seq_ids() if self.lines[seq_id].request_id == request_id]
+            if all(self.lines[seq_id].is_held for seq_id in beams):
+                for seq_id in beams:
+                    self.append_token(seq_id, next_token(self.lines[seq_id].history, self.lines[seq_id].seed))
+
+    # ---- the step, as LLMEngine and Worker do it ----
+
+    def step(self, *, fails: bool = False, num_tokens_of: Counts = one_token) -> SchedulerOutputs:
+        metadata, batch = self.scheduler.schedule(self.metadata_pool)
+        self._take_freed()
+        launched = None
+        if not batch.is_empty():
+            launched = self._device.launch(batch, metadata, self.lines, self.inflight, fails)
+        self.scheduler.check_invariants()
+        self.flush(num_tokens_of, later=launched)
+        if launched is not None:
+            self.inflight = launched
+        self._free_finished()
+        if launched is not None and (batch.is_prefill or not self.zero_overhead_scheduling):
+            self.flush(num_tokens_of)
+        self.scheduler.check_invariants()
+        return batch
+
+    def flush(self, num_tokens_of: Counts = one_token, later: Launched | None = None) -> list[RequestOutput]:
+        launched, self.inflight = self.inflight, None
+        if launched is None:
+            return []
+        if launched.fails:
+            handles = self.scheduler.fail_step(launched.batch, self.output_pool)
+        else:
+            live = [seq_id for seq_id in launched.sampled_seq_ids if not self.lines[seq_id].ended]
+            token_ids, num_tokens = self._sampled(launched, num_tokens_of, later)
+            logprobs = self._logprobs(launched, num_tokens)
+            self.scheduler.process_outputs(launched.batch, token_ids, num_tokens, logprobs=logprobs)
+            self._expect_forks(live)
+            for seq_id in live:
+                self.lines[seq_id].is_held = self.lines[seq_id].is_beam
+            self.scheduler.check_invariants()
+            handles = self.scheduler.build_request_outputs(launched.batch, self.output_pool)
+        outputs = self.output_pool.clone(handles)
+        self.output_pool.release(handles)
+        for output in outputs:
+            self._receive(output, launched)
+        return outputs
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Until nothing is unfinished; whatever was held is given back."""
+        num_steps = num_idle_steps = 0
+        while self.scheduler.has_unfinished_seqs():
+            self.advance_beams()
+            is_idle = self.inflight is None
+            is_idle = self.step().is_empty() and is_idle
+            num_steps += 1
+            num_idle_steps = num_idle_steps + 1 if is_idle else 0
+            assert num_idle_steps <= 1, "everybody waits for somebody else"
+            assert num_steps <= max_steps, "somebody starves"
+        assert self.flush() == []
+        self._free_finished()
+        self.scheduler.check_invariants()
+        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+        assert (self.metadata_pool.num_in_use, self.output_pool.num_in_use) == (0, 0)
+        assert self.live_seq_ids() == []
+        assert self.freed_seq_ids == {seq_id for seq_id, line in self.lines.items() if line.is_tracked}
+
+    def output_tokens(self, seq_id: int) -> list[int]:
+        return [output.token_id for output in self.lines[seq_id].outputs]
+
+    # ---- who comes and goes ----
+
+    def _know(self, seq_id: int, line: Line) -> None:
+        assert seq_id == len(self.lines), "ids are given in the order of coming"
+        self.lines[seq_id] = line
+
+    def _expect_forks(self, processed_seq_ids: list[int]) -> None:
+        """Children of a prompt that was computed just now: with its tokens alone, and seeds of their own."""
+        tracked = []
+        for seq_id in processed_seq_ids:
+            parent = self.lines[seq_id]
+            num_forks, parent.num_forks_due = parent.num_forks_due, 0
+            for i in range(1, num_forks + 1):
+                child_id = len(self.lines)
+                self._know(child_id, parent.fork(parent.prompt, seed=parent.seed + i, sequence_index=i))
+                if parent.is_tracked:
+                    tracked.append((seq_id, child_id))
+        assert self.scheduler.take_forks() == tracked
+
+    def _free_finished(self) -> None:
+        self.scheduler.free_finished_seqs()
+        self._take_freed()
+
+    def _take_freed(self) -> None:
+        freed = self.scheduler.take_freed_seq_ids()
+        in_flight = set() if self.inflight is None else set(self.inflight.seq_ids)
+        ended = {seq_id for seq_id, line in self.lines.items() if line.is_tracked and line.ended}
+        assert len(set(freed)) == len(freed)
+        assert set(freed) == ended - in_flight - self.freed_seq_ids
+        self.freed_seq_ids |= set(freed)
+
+    # ---- what comes back ----
+
+    def _sampled(
+        self, launched: Launched, num_tokens_of: Counts, later: Launched | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The step's tokens, with more or fewer than one where no later step builds on exactly one."""
+        token_ids = np.full((len(launched.tokens), 2), -1, dtype=np.int32)
+        num_tokens = np.ones(len(launched.tokens), dtype=np.int32)
+        for row, (seq_id, token) in enumerate(zip(launched.sampled_seq_ids, launched.tokens, strict=True)):
+            line = self.lines[seq_id]
+            built_on = later is not None and seq_id in later.seq_ids
+            if not line.is_beam:
+                token_ids[row, 0] = token
+            if line.ended or built_on:
+                continue
+            num_tokens[row] = num_tokens_of(seq_id)
+            if line.is_beam:
+                continue
+            if num_tokens[row] == 0:
+                line.history.pop()
+            elif num_tokens[row] == 2:
+                token_ids[row, 1] = next_token(line.history, line.seed)
+                line.history.append(int(token_ids[row, 1]))
+        return token_ids, num_tokens
+
+    def _logprobs(self, launched: Launched, num_tokens: NDArray[np.int32]) -> StepLogprobs | None:
+        """Of the rows that asked and have one token; what they were told is kept to be compared with what comes out."""
+        told: list[tuple[int, TokenLogprobs]] = []
+        num_top = max((self.lines[seq_id].num_logprobs for seq_id in launched.sampled_seq_ids), default=0)
+        for row, seq_id in enumerate(launched.sampled_seq_ids):
+            line = self.lines[seq_id]
+            if line.num_logprobs < 0 or num_tokens[row] != 1:
+                continue
+            output_index = launched.output_indices[row]
+            history = line.history[: len(line.prompt) + output_index]
+            told.append((row, logprobs_of(history, line.seed, num_top)))
+            line.output_logprobs[output_index] = logprobs_of(history, line.seed, line.num_logprobs)
+        if not told:
+            return None
+        rows, logprobs = zip(*told, strict=True)
+        return make_logprobs(
+            list(rows),
+            [one.logprob for one in logprobs],
+            [one.rank for one in logprobs],
+            [one.top for one in logprobs],
+        )
+
+    def _receive(self, output: RequestOutput, launched: Launched) -> None:
+        line = self.lines[output.seq_id]
+        assert not line.ended, "an output after the end"
+        line.outputs.append(output)
+        assert output.seq_id in launched.seq_ids
+        assert (output.request_id, output.sequence_index) == (line.request_id, line.sequence_index)
+        assert output.num_prompt_tokens == len(line.prompt)
+        assert 0 <= output.num_cached_tokens < len(line.prompt)
+        assert output.first_scheduled_time_ns > 0
+        assert output.finished == (output.finish_reason.name != "NONE")
+        if launched.fails:
+            assert (output.token_id, output.finish_reason.name) == (-1, "ERROR")
+            line.ended = "ERROR"
+            return
+        assert not line.is_beam
+        assert output.output_index == line.first_output + len(line.outputs) - 1
+        known = line.history[len(line.prompt) :][: line.first_output]
+        expected, finish = line.expected(known, self.max_seq_len)
+        assert output.token_id == expected[output.output_index]
+        is_last = output.output_index == len(expected) - 1
+        reason = finish if is_last else ("NONE", -1)
+        assert (output.finish_reason.name, output.stop_token_id) == reason
+        self._check_logprobs(output, line)
+        if is_last:
+            line.ended = output.finish_reason.name
+
+    def _check_logprobs(self, output: RequestOutput, line: Line) -> None:
+        if line.prompt_logprobs:
+            assert output.num_cached_tokens == 0
+            assert line.prompt_positions == set(range(len(line.prompt) - 1))
+        told = line.output_logprobs.get(output.output_index)
+        if told is None:
+            assert math.isnan(output.logprob)
+            assert (output.rank, output.top_logprobs) == (0, [])
+        else:
+            assert (output.logprob, output.rank, output.top_logprobs) == (told.logprob, told.rank, told.top)
