@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,16 @@ def prompt_of(seed: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
-def likely_ends(oracle: TransformersOracle, prompt: list[int], num_ends: int) -> list[int]:
-    """Tokens that beams from this prompt come by, here at the third place and there at the seventh."""
-    beams = oracle.beam_search(
-        prompt, num_beams=8, num_return_sequences=8, max_new_tokens=MAX_TOKENS, eos_token_id=None
+@cache
+def beams_of(oracle: TransformersOracle, seed: int) -> list[list[int]]:
+    return oracle.beam_search(
+        prompt_of(seed), num_beams=8, num_return_sequences=8, max_new_tokens=MAX_TOKENS, eos_token_id=None
     )
-    counts = Counter(token for beam in beams for token in beam[2:8])
+
+
+def likely_ends(oracle: TransformersOracle, seed: int, num_ends: int) -> list[int]:
+    """Tokens that beams from this prompt come by, here at the third place and there at the seventh."""
+    counts = Counter(token for beam in beams_of(oracle, seed) for token in beam[2:8])
     return [token for token, _ in counts.most_common(num_ends)]
 
 
@@ -136,17 +140,31 @@ def check_equal(
 def test_equals_transformers_for_every_penalty_and_way_to_stop(
     oracle: TransformersOracle, beam_width: int, early_stopping: Any
 ) -> None:
-    lengths: set[int] = set()
     num_cases_of_many_lengths = 0
-    for case, (length_penalty, num_ends) in enumerate(itertools.product(LENGTH_PENALTIES, [1, 3])):
-        prompt = prompt_of(case % 5)
+    for seed, length_penalty in enumerate(LENGTH_PENALTIES):
         params = beam_params(beam_width, n=beam_width, length_penalty=length_penalty, early_stopping=early_stopping)
-        found = check_equal(oracle, prompt, params, likely_ends(oracle, prompt, num_ends))
-        stopped = {len(hypothesis.token_ids) for hypothesis in found if hypothesis.finish_reason == "stop"}
-        lengths |= stopped
-        num_cases_of_many_lengths += len(stopped) > 1
-    assert len(lengths) >= 3
-    assert num_cases_of_many_lengths >= 3
+        found = check_equal(oracle, prompt_of(seed), params, likely_ends(oracle, seed, num_ends=1 + seed % 3))
+        stopped = [len(hypothesis.token_ids) for hypothesis in found if hypothesis.finish_reason == "stop"]
+        num_cases_of_many_lengths += len(set(stopped)) > 1
+    assert num_cases_of_many_lengths >= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_transformers_in_random_combinations(oracle: TransformersOracle, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        beam_width = rng.choice([2, 3, 4, 5])
+        max_tokens = rng.randint(1, MAX_TOKENS)
+        params = SamplingParams(
+            beam_width=beam_width,
+            n=rng.randint(1, beam_width),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, rng.randrange(max_tokens)]),
+            length_penalty=rng.choice([*LENGTH_PENALTIES, rng.uniform(-2.0, 3.0)]),
+            early_stopping=rng.choice(EARLY_STOPPING),
+        )
+        prompt = rng.randrange(8)
+        check_equal(oracle, prompt_of(prompt), params, likely_ends(oracle, prompt, num_ends=rng.randrange(6)))
 
 
 def test_the_ways_to_stop_differ(oracle: TransformersOracle) -> None:
@@ -155,7 +173,7 @@ def test_the_ways_to_stop_differ(oracle: TransformersOracle) -> None:
         for seed in range(8):
             prompt = prompt_of(seed)
             params = beam_params(2, early_stopping=early_stopping)
-            engine = NaiveEngine(oracle, prompt, params, likely_ends(oracle, prompt, 3))
+            engine = NaiveEngine(oracle, prompt, params, likely_ends(oracle, seed, 3))
             engine.run()
             rounds.append(engine.num_rounds)
         return rounds
@@ -181,13 +199,13 @@ def test_equals_transformers_when_the_first_tokens_are_the_last(
 def test_equals_transformers_when_end_tokens_are_banned_at_first(oracle: TransformersOracle, min_tokens: int) -> None:
     for seed in range(3):
         prompt = prompt_of(seed)
-        found = check_equal(oracle, prompt, beam_params(4, n=2, min_tokens=min_tokens), likely_ends(oracle, prompt, 3))
+        found = check_equal(oracle, prompt, beam_params(4, n=2, min_tokens=min_tokens), likely_ends(oracle, seed, 3))
         assert all(len(hypothesis.token_ids) > min_tokens for hypothesis in found if hypothesis.finish_reason == "stop")
 
 
 def test_stop_token_ids_end_beams_as_eos_does_and_eos_can_be_ignored(oracle: TransformersOracle) -> None:
     prompt = prompt_of(3)
-    ends = likely_ends(oracle, prompt, 3)
+    ends = likely_ends(oracle, 3, 3)
     as_eos = NaiveEngine(oracle, prompt, beam_params(4, n=4), ends).run()
     eos = [end for end in ends if end == as_eos[0].stop_token_id]
     others = [end for end in ends if end not in eos]
@@ -202,7 +220,7 @@ def test_stop_token_ids_end_beams_as_eos_does_and_eos_can_be_ignored(oracle: Tra
 def test_the_last_offer_of_a_recomputed_beam_counts(oracle: TransformersOracle) -> None:
     prompt = prompt_of(0)
     params = beam_params(3, n=3)
-    engine = NaiveEngine(oracle, prompt, params, likely_ends(oracle, prompt, 1))
+    engine = NaiveEngine(oracle, prompt, params, likely_ends(oracle, 0, 1))
     is_over = False
     while not is_over:
         for seq_id in list(engine.sequences)[:2]:
@@ -247,7 +265,7 @@ def test_no_token_allowed_ends_the_search_without_a_text(oracle: TransformersOra
 def test_extreme_penalties_still_give_n_texts(oracle: TransformersOracle, length_penalty: float) -> None:
     prompt = prompt_of(4)
     params = beam_params(3, n=3, length_penalty=length_penalty)
-    found = NaiveEngine(oracle, prompt, params, likely_ends(oracle, prompt, 3)).run()
+    found = NaiveEngine(oracle, prompt, params, likely_ends(oracle, 4, 3)).run()
     assert len({tuple(hypothesis.token_ids) for hypothesis in found}) == 3
 
 
