@@ -20,6 +20,7 @@ from deepinfer_backend import cli
 from deepinfer_backend.cli import parse_models
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.sampling_params import SamplingParams
 from tests.support.tiny_gguf import write_tiny_gguf
 
 COMMAND = [sys.executable, "-c", "from deepinfer_backend.cli import main; main()"]
@@ -146,6 +147,13 @@ def test_a_name_without_model_is_refused() -> None:
         parse_models(["name="])
 
 
+def test_every_sampling_field_is_an_option(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, _ = run("generate", "--help")
+    assert status == 0
+    for name in SamplingParams.model_fields:
+        assert "--" + name.replace("_", "-") in out
+
+
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_engine_argument_is_an_option(run: Callable[..., tuple[int, str, str]], command: str) -> None:
     status, out, _ = run(command, "--help")
@@ -231,6 +239,16 @@ def test_generate_writes_the_models_text(environment: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
     assert done.stdout.strip()
+
+
+def test_generate_writes_several_texts_under_their_numbers(environment: Path) -> None:
+    arguments = ["generate", "Hello", "--model", str(environment), "--dtype", "float32", "--seed", "1", "--n", "2"]
+    arguments += ["--max-tokens", "5", "--ignore-eos", "--kv-cache-memory-bytes", "10000000"]
+    arguments += ["--allowed-token-ids", "70", "--allowed-token-ids", "71", "--logit-bias", '{"70": -100}']
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    letter = done.stdout[4]
+    assert done.stdout == f"[0] {letter * 5}\n[1] {letter * 5}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

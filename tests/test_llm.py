@@ -73,6 +73,72 @@ def test_without_decoding_a_prompt_gives_its_request_outputs(llm: LLM, tokenizer
     assert tokenizer.decode([output.token_id for output in outputs], skip_special_tokens=True) == text
 
 
+def test_several_sequences_are_a_list_per_prompt_each_with_its_own_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True)
+    texts = generate(llm, ["The sea is", "The sky is"], params)
+    assert [len(each) for each in texts] == [3, 3]
+    assert len(set(texts[0])) == 3
+    for index in range(3):
+        alone = params.model_copy(update={"n": 1, "seed": 5 + index})
+        assert generate(llm, "The sea is", alone) == [texts[0][index]]
+
+
+def test_a_completion_tells_everything_about_every_sequence(llm: LLM, tokenizer: Any) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (completion,) = llm.complete("The largest ocean is", params, use_tqdm=False)
+    assert completion.prompt_token_ids == tokenizer("The largest ocean is")["input_ids"]
+    assert completion.prompt_logprobs is not None
+    assert completion.prompt_logprobs[0] is None
+    told = [position[0].token_id for position in completion.prompt_logprobs if position]
+    assert told == completion.prompt_token_ids[1:]
+    assert [sequence.index for sequence in completion.sequences] == [0, 1]
+    for sequence in completion.sequences:
+        assert tokenizer.decode(sequence.token_ids) == sequence.text
+        assert sequence.logprobs is not None
+        assert [position[0].token_id for position in sequence.logprobs] == sequence.token_ids
+        assert "".join(position[0].decoded_token for position in sequence.logprobs) == sequence.text
+        assert [len(position) for position in sequence.logprobs] == [3] * 6
+        assert sequence.cumulative_logprob == pytest.approx(sum(each[0].logprob for each in sequence.logprobs))
+        assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
+        times = sequence.times
+        assert times.arrival_time_ns <= times.first_scheduled_time_ns <= times.first_token_time_ns
+        assert times.first_token_time_ns < times.last_token_time_ns
+
+
+def test_a_stop_string_of_one_sequence_leaves_the_others_running(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    (whole,) = llm.complete("The sea is", params, use_tqdm=False)
+    stop = whole.sequences[0].text[6:10]
+    cut = [each.text.partition(stop)[0] for each in whole.sequences]
+    assert cut[0] != whole.sequences[0].text and cut[1:] == [each.text for each in whole.sequences[1:]]
+    (stopped,) = llm.complete("The sea is", params.model_copy(update={"stop": [stop]}), use_tqdm=False)
+    assert [each.text for each in stopped.sequences] == cut
+    assert [each.stop_reason for each in stopped.sequences] == [stop, None, None]
+    assert llm.llm_engine.scheduler.num_free_blocks == llm.llm_engine.scheduler.num_blocks
+
+
+def test_what_was_not_asked_for_is_none(llm: LLM) -> None:
+    (completion,) = llm.complete("The sea is", GREEDY, use_tqdm=False)
+    assert completion.prompt_logprobs is None
+    assert (completion.sequences[0].logprobs, completion.sequences[0].cumulative_logprob) == (None, None)
+
+
+def test_embeddings_have_length_1_and_do_not_depend_on_their_neighbours(llm: LLM, tokenizer: Any) -> None:
+    prompts = ["The sea is blue.", "El mar es azul.", "x"]
+    together = llm.embed(prompts, use_tqdm=False)
+    assert [len(each) for each in together] == [llm.llm_engine.info.hidden_size] * 3
+    assert [sum(number**2 for number in each) for each in together] == pytest.approx([1.0] * 3)
+    (alone,) = llm.embed([tokenizer(prompts[1])["input_ids"]], use_tqdm=False)
+    assert alone == pytest.approx(together[1], abs=1e-5)
+
+
+def test_a_stream_has_one_text_only(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="n is 2: must be 1 for a stream of one text"):
+        next(llm.generate_stream("x", SamplingParams(n=2)))
+    with pytest.raises(InvalidRequestError, match="beam_width is 2: must be 1 when stream is true"):
+        next(llm.generate_stream("x", SamplingParams(beam_width=2)))
+
+
 def test_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
     text = generate(llm, "The largest ocean is", GREEDY)[0]
     stop = text[3:8]
@@ -102,6 +168,27 @@ def test_chat_applies_the_models_template(llm: LLM, tokenizer: Any) -> None:
     expected = generate(llm, prompt_token_ids=[tokenizer(prompt)["input_ids"]], sampling_params=GREEDY)
     assert llm.chat(messages, GREEDY, use_tqdm=False) == expected
     assert llm.chat([messages, messages], GREEDY, use_tqdm=False) == expected * 2
+
+
+def test_a_bad_chat_names_its_conversation(llm: LLM) -> None:
+    good = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequestError, match=r"prompt 1: messages\.0\.content is 5: must be a string"):
+        llm.chat([good, [{"role": "user", "content": 5}]], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"prompt 0: chat_template_kwargs\.tokenize: cannot be set"):
+        llm.chat(good, GREEDY, use_tqdm=False, chat_template_kwargs={"tokenize": False})
+
+
+def test_without_a_tokenizer_token_ids_go_in_and_come_out(llm: LLM, tokenizer: Any) -> None:
+    prompt = tokenizer("The largest ocean is")["input_ids"]
+    params = GREEDY.model_copy(update={"detokenize": False})
+    (expected,) = llm.complete(prompt_token_ids=[prompt], sampling_params=GREEDY, use_tqdm=False)
+    with LLM(dtype="float32", max_model_len=512, kv_cache_memory_bytes=50_000_000, skip_tokenizer_init=True) as bare:
+        assert bare.tokenizer is None
+        (completion,) = bare.complete(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
+        assert completion.sequences[0].token_ids == expected.sequences[0].token_ids
+        assert completion.sequences[0].text == ""
+        with pytest.raises(InvalidRequestError, match="this model has no tokenizer; send input_ids"):
+            bare.generate("The largest ocean is", GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -140,20 +140,22 @@ class OutputProcessor:
         output: RequestOutput,
         processed: ProcessedOutputs,
     ) -> None:
+        is_embedding = request.request.embedding is not None
         if output.token_id >= 0:
             sequence.count(output)
+        if output.token_id >= 0 and not is_embedding:  # the token that an embedding's prefill samples is nobody's
             delta.token_ids.append(output.token_id)
             if delta.logprobs is not None:
                 delta.logprobs.append(self._logprobs(request.request, output))
         text, stopped_by = sequence.push(output)
         delta.text += text
-        delta.num_output_tokens = sequence.num_tokens
+        delta.num_output_tokens = 0 if is_embedding else sequence.num_tokens
         delta.cumulative_logprob = sequence.cumulative_logprob
         delta.times = sequence.times
         if stopped_by is not None:
             delta.finish_reason, delta.stop_reason = "stop", stopped_by
         elif output.finished:
-            delta.finish_reason = output.finish_reason.name.lower()
+            delta.finish_reason = "stop" if is_embedding else output.finish_reason.name.lower()
             delta.stop_reason = output.stop_token_id if output.stop_token_id >= 0 else None
         if delta.finish_reason is None:
             return

@@ -200,14 +200,15 @@ def test_a_prompt_of_one_token_has_no_logprob_to_tell() -> None:
 def test_an_embedding_is_its_first_numbers_scaled_to_length_1(dimensions: int | None, expected: list[float]) -> None:
     run = Run(embedding=EmbeddingParams(dimensions))
     values = np.array([3, 0, -4, 0], np.float32)
-    (delta,) = run.step(token(-1, reason="STOP"), results=[Embedding("id", values.tobytes())])
+    (delta,) = run.step(token(5, reason="LENGTH"), results=[Embedding("id", values.tobytes())])
     assert delta.embedding == pytest.approx(expected)
-    assert (delta.text, delta.token_ids, delta.ends_request) == ("", [], True)
+    assert (delta.text, delta.token_ids, delta.num_output_tokens) == ("", [], 0)
+    assert (delta.finish_reason, delta.ends_request) == ("stop", True)
 
 
 def test_an_embedding_of_nothing_is_not_divided_by_zero() -> None:
     run = Run(embedding=EmbeddingParams())
-    (delta,) = run.step(token(-1, reason="STOP"), results=[Embedding("id", np.zeros(3, np.float32).tobytes())])
+    (delta,) = run.step(token(5, reason="LENGTH"), results=[Embedding("id", np.zeros(3, np.float32).tobytes())])
     assert delta.embedding == [0.0, 0.0, 0.0]
 
 

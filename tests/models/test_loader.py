@@ -186,6 +186,40 @@ def test_end_tokens_that_are_no_token_ids_are_refused(tmp_path: Path, eos: objec
         load_generation_config(tmp_path)
 
 
+def test_sampling_defaults_are_those_that_vllm_takes_from_the_generation_config(tmp_path: Path) -> None:
+    taken = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
+    others = {"max_new_tokens": 512, "do_sample": True, "eos_token_id": 2, "length_penalty": 2.0, "temperature ": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**taken, **others}), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"temperature": 0.1}', encoding="utf-8")
+    assert load_generation_config(tmp_path).sampling_params == {**taken, "max_tokens": 512}
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"temperature": None}])
+def test_a_model_without_sampling_defaults_has_none(tmp_path: Path, generation: dict[str, object] | None) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    assert load_generation_config(tmp_path).sampling_params == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1: must be at least 0"),
+        ({"temperature": "0.5"}, "temperature is '0.5': must be a number"),
+        ({"top_k": 2.5}, "top_k is 2.5: must be an integer"),
+        ({"top_p": True}, "top_p is True: must be a number"),
+        ({"max_new_tokens": 0}, "max_tokens is 0: must be at least 1"),
+        ({"repetition_penalty": [1]}, r"repetition_penalty is \[1\]: must be a number"),
+    ],
+)
+def test_a_damaged_sampling_default_is_refused_by_name(
+    tmp_path: Path, generation: dict[str, object], message: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match=rf"generation_config\.json: {message}"):
+        load_generation_config(tmp_path)
+
+
 def test_a_named_dtype_is_taken_and_auto_is_what_the_processor_computes() -> None:
     assert resolve_dtype("float32", CPU) is torch.float32
     assert resolve_dtype("float16", CPU) is torch.float16
