@@ -84,11 +84,11 @@ def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
     logprob_rows = batch.logprob_rows
     raw_logits = None if logprob_rows is None else logits.index_select(0, logprob_rows)
     candidate_rows = batch.candidate_rows
-    normalizer = None if candidate_rows is None else logits.index_select(0, candidate_rows).logsumexp(-1, keepdim=True)
+    raw_beams = None if candidate_rows is None else logits.index_select(0, candidate_rows)
     _edit(logits, batch)
     candidates = None
-    if candidate_rows is not None and normalizer is not None:
-        candidates = _beam_candidates(logits, normalizer, batch.num_candidates, candidate_rows)
+    if raw_beams is not None and candidate_rows is not None:
+        candidates = _beam_candidates(raw_beams, logits, batch.num_candidates, candidate_rows)
     token_ids = _sample_tokens(logits, batch)
     logprobs = None
     if raw_logits is not None and logprob_rows is not None:
@@ -120,11 +120,14 @@ def _edit(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 def _beam_candidates(
-    logits: torch.Tensor, normalizer: torch.Tensor, num_candidates: int, rows: torch.Tensor
+    raw_logits: torch.Tensor, logits: torch.Tensor, num_candidates: int, rows: torch.Tensor
 ) -> BeamCandidates:
-    """normalizer: [num_candidate_rows, 1] the logarithm of the sum of the unedited logits' exponentials."""
+    """raw_logits: [num_candidate_rows, vocab_size] before the edits; logits: the whole batch's after them."""
     top = top_tokens(logits.index_select(0, rows), min(num_candidates, logits.shape[1]))
-    return BeamCandidates(rows, top.token_ids.int(), top.values - normalizer)
+    # Not by logsumexp: its rounding depends on how many rows there are.
+    raw_logprobs = raw_logits.log_softmax(dim=-1).gather(1, top.token_ids)
+    change = top.values - raw_logits.gather(1, top.token_ids)
+    return BeamCandidates(rows, top.token_ids.int(), raw_logprobs + change)
 
 
 def _sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from deepinfer_backend.worker.top_tokens import split_in_blocks
 
-_PREFIX_SIZES = (64, 1024)
+_PREFIX_SIZES = (64, 1_024, 8_192)
 """How many of a row's largest logits are put in order to find where it ends, before the whole row is."""
 _SUM_BLOCK = 128
 
@@ -62,11 +62,6 @@ def keep(weights: torch.Tensor, logits: torch.Tensor, least: torch.Tensor) -> to
     return torch.ge(logits, least, out=torch.empty_like(logits)).mul_(weights)
 
 
-def block_sums(weights: torch.Tensor, block: int) -> torch.Tensor:
-    """Sums [num_rows, num_blocks] float64."""
-    return split_in_blocks(weights, block, 0.0).sum(dim=-1, dtype=torch.float64)
-
-
 def _prefix_sizes(logits: torch.Tensor, truncation: Truncation) -> list[int]:
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
@@ -97,7 +92,7 @@ def _settle(
         share = truncation.top_p
         if truncation.min_p is not None or truncation.top_k is not None:
             weights = keep(weights, logits, least)
-            left = block_sums(weights, _SUM_BLOCK).sum(dim=-1, keepdim=True)
+            left = _sum_of_rows(weights)
             # A softmax is one as it is; summed again, it would differ from itself among other neighbours.
             share = torch.where(least > -torch.inf, share * left, share)
         reached = weights.gather(1, top.indices).cumsum(dim=-1, dtype=torch.float64)
@@ -107,3 +102,8 @@ def _settle(
         least = torch.where(is_cut, torch.maximum(least, top.values.gather(1, last_kept)), least)
         is_settled = is_settled & (~is_cut | (reached[:, -1:] >= share))
     return least, is_settled.squeeze(1)
+
+
+def _sum_of_rows(weights: torch.Tensor) -> torch.Tensor:
+    """[num_rows, 1] float64. By blocks, since torch sums one long row alone in another order than several."""
+    return split_in_blocks(weights, _SUM_BLOCK, 0.0).sum(dim=-1, dtype=torch.float64).sum(dim=-1, keepdim=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import scipy.stats
 import torch
 
 from deepinfer_backend.sampling_params import SamplingParams
-from deepinfer_backend.worker.sampler import SamplingBatch, processed_logits, sample_batch
+from deepinfer_backend.worker.sampler import SampledBatch, SamplingBatch, processed_logits, sample_batch
 from tests.worker.sampling_cases import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -155,6 +156,44 @@ def test_token_and_logprobs_of_a_row_do_not_depend_on_its_neighbours() -> None:
             assert torch.equal(together.logprobs.top_logprobs[index, :3], expected.top_logprobs[0])
             assert torch.equal(together.candidates.token_ids[index], candidates.token_ids[0])
             assert torch.equal(together.candidates.logprobs[index], candidates.logprobs[0])
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_several_threads_sum_a_row_alone_as_they_do_among_others() -> None:
+    rng = np.random.default_rng(11)
+    cases = [Case(SamplingParams(top_p=0.9, min_p=0.001)), Case(SamplingParams(top_k=2_000, top_p=0.99)), Case()]
+    logits = torch.from_numpy(rng.standard_normal((30, 50_000)).astype(np.float32)) * 3
+    uniforms = rng.random(30)
+
+    def sampled(rows: torch.Tensor) -> SampledBatch:
+        asking = torch.arange(len(rows))
+        batch = batch_of(
+            [cases[row % 3] for row in rows.tolist()],
+            uniforms[rows.numpy()],
+            logprob_rows=asking,
+            candidate_rows=asking,
+            num_candidates=4,
+        )
+        return sample_batch(logits[rows], batch)
+
+    together = sampled(torch.arange(30))
+    assert together.logprobs is not None
+    assert together.candidates is not None
+    for row in torch.arange(30):
+        alone = sampled(row[None])
+        assert alone.logprobs is not None
+        assert alone.candidates is not None
+        assert torch.equal(alone.token_ids[0], together.token_ids[row])
+        assert torch.equal(alone.logprobs.logprobs[0], together.logprobs.logprobs[row])
+        assert torch.equal(alone.candidates.logprobs[0], together.candidates.logprobs[row])
 
 
 def test_logprobs_are_the_models_own_whatever_the_request_changes() -> None:
