@@ -16,7 +16,7 @@ _LIMITS: dict[type, Callable[[Any], str]] = {
     Gt: lambda limit: f"> {limit.gt}",
     Le: lambda limit: f"≤ {limit.le}",
     Lt: lambda limit: f"< {limit.lt}",
-    MinLen: lambda limit: f"at least {limit.min_length}",
+    MinLen: lambda limit: f"{limit.min_length} or more",
     MaxLen: lambda limit: f"at most {limit.max_length}",
 }
 

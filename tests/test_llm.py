@@ -171,7 +171,7 @@ def test_chat_applies_the_models_template(llm: LLM, tokenizer: Any) -> None:
 
 
 def test_a_bad_chat_names_its_conversation(llm: LLM) -> None:
-    good = [{"role": "user", "content": "Hi"}]
+    good: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
     with pytest.raises(InvalidRequestError, match=r"prompt 1: messages\.0\.content is 5: must be a string"):
         llm.chat([good, [{"role": "user", "content": 5}]], GREEDY, use_tqdm=False)
     with pytest.raises(InvalidRequestError, match=r"prompt 0: chat_template_kwargs\.tokenize: cannot be set"):
