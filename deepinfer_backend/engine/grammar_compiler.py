@@ -1,4 +1,4 @@
-"""The process that compiles grammars: one that takes too long or too much memory is ended with it, and nothing else.
+"""The process that compiles grammars, each in a fork of its own: one that takes too long or too much memory ends alone.
 
 Run as `python -m deepinfer_backend.engine.grammar_compiler` by `GrammarQueue`. Frames on stdin and stdout are a
 length (4 bytes, little endian) and as many bytes of msgpack: first `Start`, answered by `Ready`; then a
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -31,8 +31,6 @@ MAX_COMPILED_BYTES = 128 * 2**20
 
 _NICENESS = 10
 _MAX_EXTRA_MEMORY_BYTES = 2 * 2**30
-# On top of the queue's own timeout: a compiler whose engine died ends as well.
-_ORPHAN_GRACE_S = 5
 
 _LOCATION = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
@@ -58,7 +56,10 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """One line: what is wrong with the grammar (or, instead of `Ready`, with the tokenizer)."""
+    """What is wrong with the grammar, as the rest of a sentence that begins with its name.
+
+    Instead of `Ready`: what is wrong with the tokenizer.
+    """
 
     reason: str
 
@@ -77,13 +78,8 @@ def main() -> None:
     except Exception as error:
         _write_frame(answers, Refused(f"the tokenizer cannot be used for grammars: {one_line(error)}"))
         return
-    os.nice(_NICENESS)
-    _limit_memory(_MAX_EXTRA_MEMORY_BYTES)
     while frame := _read_frame(requests):
-        # Not handled in Python: xgrammar would not return to it.
-        signal.setitimer(signal.ITIMER_REAL, start.compile_timeout_s + _ORPHAN_GRACE_S)
-        answer = _compile(msgspec.msgpack.decode(frame, type=GrammarSource), info)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        answer = _compile_in_fork(msgspec.msgpack.decode(frame, type=GrammarSource), info, start.compile_timeout_s)
         _write_frame(answers, answer)
 
 
@@ -116,10 +112,50 @@ def load_tokenizer_info(tokenizer_path: Path, vocab_size: int, end_token_ids: li
     )
 
 
+def describe_exit(code: int) -> str:
+    """A process's end in words, by its `returncode`."""
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
 def one_line(error: BaseException) -> str:
     """An xgrammar message without where in its source it comes from."""
     text = " ".join(_LOCATION.sub("", str(error)).split())
     return text or type(error).__name__
+
+
+def _compile_in_fork(source: GrammarSource, info: xgr.TokenizerInfo, timeout_s: float) -> Compiled | Refused:
+    """A fork needs no start, and takes back all that a compilation has allocated, locked or broken."""
+    file = os.memfd_create("compiled-grammar")
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _compile_and_exit(source, info, timeout_s, file)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            os.lseek(file, 0, os.SEEK_SET)
+            with os.fdopen(os.dup(file), "rb") as reader:
+                answer: Compiled | Refused = msgspec.msgpack.decode(reader.read(), type=Compiled | Refused)
+                return answer
+    finally:
+        os.close(file)
+    if code == -signal.SIGALRM:
+        return Refused(f"takes longer than {timeout_s:g} s to compile (grammar_compile_timeout_s)")
+    return Refused(f"cannot be compiled: the compiler ended with {describe_exit(code)}")
+
+
+def _compile_and_exit(source: GrammarSource, info: xgr.TokenizerInfo, timeout_s: float, file: int) -> NoReturn:
+    """The whole life of a fork: exit status 0 when there is an answer in `file`."""
+    try:
+        # Python does not handle it, so it ends the process wherever it is.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        os.nice(_NICENESS)
+        _limit_memory(_MAX_EXTRA_MEMORY_BYTES)
+        with os.fdopen(os.dup(file), "wb") as writer:
+            writer.write(msgspec.msgpack.encode(_compile(source, info)))
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _compile(source: GrammarSource, info: xgr.TokenizerInfo) -> Compiled | Refused:
@@ -138,20 +174,20 @@ def _compile(source: GrammarSource, info: xgr.TokenizerInfo) -> Compiled | Refus
             compiled = compile_source[source.kind]()
         # xgrammar warns where it ignores something.
         if warnings:
-            return Refused(one_line(RuntimeError(warnings[0])))
+            return Refused(f"cannot be used: {warnings[0]}")
         row = np.zeros((1, -(-info.vocab_size // 32)), np.int32)
         xgr.GrammarMatcher(compiled).fill_next_token_bitmask(row)
         if not row.any():
-            return Refused("it allows no text that the model's tokens can begin")
+            return Refused("allows no text that the model's tokens can begin")
         serialized = str(compiled.serialize_json())
     except MemoryError:
-        return Refused("it needs too much memory to compile")
+        return Refused("needs too much memory to compile")
     except Exception as error:
         if "bad_alloc" in str(error):
-            return Refused("it needs too much memory to compile")
-        return Refused(one_line(error))
+            return Refused("needs too much memory to compile")
+        return Refused(f"cannot be used: {one_line(error)}")
     if len(serialized) > MAX_COMPILED_BYTES:
-        return Refused(f"it has {len(serialized)} bytes when compiled: must be at most {MAX_COMPILED_BYTES}")
+        return Refused(f"has {len(serialized)} bytes when compiled: must be at most {MAX_COMPILED_BYTES}")
     return Compiled(serialized)
 
 

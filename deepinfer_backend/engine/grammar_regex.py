@@ -36,6 +36,15 @@ _ASCII_CLASSES: dict[str, Ranges] = {
     "SPACE": [(0x09, 0x0D), (0x20, 0x20)],
 }
 _UNICODE_CLASSES = {"DIGIT": r"\d+", "WORD": r"\w+", "SPACE": r"\s+"}
+_CARET = ord("^")
+# A range across characters of several lengths in UTF-8, inside a JSON string, lets xgrammar take what is not UTF-8
+# (F0 80 80 80), so each length has a set of its own.
+_BY_LENGTH: list[Ranges] = [
+    [(0, _CARET - 1), (_CARET, _CARET), (_CARET + 1, 0x7F)],
+    [(0x80, 0x7FF)],
+    [(0x800, 0xFFFF)],
+    [(0x10000, sys.maxunicode)],
+]
 _JSON_CHARACTER = "a character that JSON escapes"
 
 
@@ -186,14 +195,12 @@ def _union(pieces: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _minus(ranges: Ranges, removed: Ranges) -> Ranges:
-    for gap_first, gap_last in removed:
-        ranges = [
-            piece
-            for first, last in ranges
-            for piece in ((first, min(last, gap_first - 1)), (max(first, gap_last + 1), last))
-            if piece[0] <= piece[1]
-        ]
-    return ranges
+    kept, start = [], 0
+    for first, last in removed:
+        kept.append((start, first - 1))
+        start = last + 1
+    kept.append((start, sys.maxunicode))
+    return _intersection(ranges, kept)
 
 
 def _intersection(ranges: Ranges, kept: Ranges) -> Ranges:
@@ -206,12 +213,24 @@ def _intersection(ranges: Ranges, kept: Ranges) -> Ranges:
 
 
 def _write_class(ranges: Ranges) -> str:
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        char = chr(ranges[0][0])
-        if char.isascii() and char.isalnum():
-            return char
-    return "[" + "".join(_write_range(first, last) for first, last in ranges) + "]"
+    sets = [
+        _write_set([piece for part in parts for piece in _intersection(ranges, [part])])
+        for parts in _BY_LENGTH
+        if _intersection(ranges, parts)
+    ]
+    return sets[0] if len(sets) == 1 else f"(?:{'|'.join(sets)})"
 
 
-def _write_range(first: int, last: int) -> str:
-    return rf"\u{{{first:x}}}" if first == last else rf"\u{{{first:x}}}-\u{{{last:x}}}"
+def _write_set(pieces: Ranges) -> str:
+    first, last = pieces[0]
+    if len(pieces) == 1 and first == last:
+        char = chr(first)
+        return char if char.isascii() and char.isalnum() else _write_char(first)
+    if first == _CARET:
+        # In the first place even an escaped ^ would mean: all but these.
+        pieces = [*pieces[1:], pieces[0]]
+    return "[" + "".join(f"{_write_char(first)}-{_write_char(last)}" for first, last in pieces) + "]"
+
+
+def _write_char(code: int) -> str:
+    return rf"\u{{{code:x}}}"

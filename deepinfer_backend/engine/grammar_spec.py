@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +20,9 @@ from deepinfer_backend.sampling_params import StructuredOutputs
 
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists inside each other in a JSON schema."""
+
+# A string, a comment, or a set of characters: what is inside belongs to it.
+_EBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|#[^\n]*|\[(?:\\.|[^\]\\])*\]')
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
@@ -66,7 +70,7 @@ def to_source(spec: StructuredOutputs) -> GrammarSource:
             return GrammarSource(field, "regex", to_xgrammar_regex(value, field))
         case "choice":
             return GrammarSource(field, "grammar", "root ::= " + " | ".join(_ebnf_string(text) for text in value))
-    return GrammarSource(field, "grammar", value)
+    return GrammarSource(field, "grammar", _EBNF_PART.sub(_exclude_surrogates, value))
 
 
 def _given(spec: StructuredOutputs) -> tuple[str, Any]:
@@ -121,6 +125,11 @@ def _check_json(value: Any, field: str, depth_left: int) -> None:
             _check_json(child, field, depth_left - 1)
         for key in value if isinstance(value, dict) else ():
             _utf8(field, key)
+
+
+def _exclude_surrogates(part: re.Match[str]) -> str:
+    """`[^a]` also lets xgrammar take a half of a character, which is not UTF-8."""
+    return part[0].replace("[^", r"[^\ud800-\udfff", 1) if part[0].startswith("[^") else part[0]
 
 
 def _ebnf_string(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,16 @@ import xgrammar as xgr
 from numpy.typing import NDArray
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.grammar_compiler import FRAME_LENGTH, Answer, Compiled, Ready, Refused, Start, one_line
+from deepinfer_backend.engine.grammar_compiler import (
+    FRAME_LENGTH,
+    Answer,
+    Compiled,
+    Ready,
+    Refused,
+    Start,
+    describe_exit,
+    one_line,
+)
 from deepinfer_backend.engine.grammar_spec import GrammarSource, to_source
 from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError
 from deepinfer_backend.sampling_params import StructuredOutputs
@@ -30,6 +40,8 @@ Result: TypeAlias = CompiledGrammar | DeepInferError
 
 _CACHE_BYTES = 64 * 2**20
 _START_TIMEOUT_S = 120.0
+# The compiler keeps the time limit itself; this is for when it does not.
+_ANSWER_GRACE_S = 10.0
 _END_TIMEOUT_S = 10.0
 
 
@@ -55,7 +67,7 @@ class Grammar:
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Writes which tokens may follow: bit i % 32 of row[i // 32] is set for an allowed token i.
 
-        A terminated grammar allows the end tokens, so that a row is never empty.
+        Bits from the vocabulary size on mean nothing. A terminated grammar allows the end tokens: a row is never empty.
 
         Args:
             row: [ceil(vocab_size / 32)], of the vocabulary size that the grammar was compiled for, contiguous.
@@ -206,22 +218,16 @@ class GrammarQueue:
 
         Raises:
             InvalidRequestError: what is wrong with the source.
-            EngineError: there is no compiler.
+            EngineError: the compiler does not start, or ended before it answered.
         """
         compiler, tokenizer_info = self._running_compiler()
-        timeout_s = self._start.compile_timeout_s
         try:
-            answer = compiler.ask(source, timeout_s)
-        except TimeoutError:
+            answer = compiler.ask(source, self._start.compile_timeout_s + _ANSWER_GRACE_S)
+        except (TimeoutError, EOFError):
             ending = compiler.stop()
-            raise InvalidRequestError(
-                f"{source.field} took longer than {timeout_s:g} s to compile (grammar_compile_timeout_s)"
-            ) from None
-        except EOFError:
-            compiler.stop()
-            raise InvalidRequestError(f"{source.field} could not be compiled: the compiler ended ({ending})") from None
+            raise EngineError(f"{source.field} was not compiled: the grammar compiler ended with {ending}") from None
         if isinstance(answer, Refused):
-            raise InvalidRequestError(f"{source.field} cannot be used: {answer.reason}")
+            raise InvalidRequestError(f"{source.field} {answer.reason}")
         assert isinstance(answer, Compiled)
         compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar, tokenizer_info)
         return compiled, int(compiled.memory_size_bytes) + len(source.text)
@@ -251,13 +257,18 @@ class _CompilerProcess:
     """A process of `grammar_compiler`. Belongs to the queue's thread, but any thread may `kill` it."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deepinfer_backend.engine.grammar_compiler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-            # Ctrl-C is for the engine, which then closes this one.
+            # A process group of its own, to end it with its forks. Ctrl-C is for the engine, which then closes this.
             start_new_session=True,
         )
 
@@ -285,18 +296,20 @@ class _CompilerProcess:
         return answer
 
     def kill(self) -> None:
-        self._process.kill()
+        """With the fork that it may have."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def stop(self) -> str:
         """Ends it, if it has not ended, and says how it did. Not while another thread asks."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.kill()
+        self.kill()
         code = self._process.wait()
         # Writes what is left, to nobody.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
+        return describe_exit(code)
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:
         assert self._process.stdout is not None

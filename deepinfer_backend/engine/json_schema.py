@@ -114,7 +114,9 @@ class _Walk:
             if name in rules:
                 if others := sorted(rules.keys() - {name}):
                     raise _unsupported(where, others[0], f" beside {name!r}")
-                return {name: self._visit_applicator(name, rules[name], where)}
+                inner = self._visit_applicator(name, rules[name], where)
+                # Where no value can be of two of the schemas, one of them is any of them.
+                return {"anyOf" if name == "oneOf" and _are_disjoint(inner) else name: inner}
         if "const" in rules or "enum" in rules:
             return self._visit_values(rules, where)
         types = self._types(rules, where)
@@ -337,6 +339,20 @@ def _is_of_type(value: Any, type_name: str) -> bool:
         case "boolean":
             return isinstance(value, bool)
     return value is None
+
+
+def _are_disjoint(schemas: list[dict[str, Any]]) -> bool:
+    """Whether the types of the (rewritten) schemas tell them apart; they may be disjoint though they do not."""
+    types: list[set[str]] = []
+    for schema in schemas:
+        if "enum" in schema:
+            types.append({name for name in _OF_TYPE for value in schema["enum"] if _is_of_type(value, name)})
+        elif "type" in schema:
+            types.append({schema["type"]} if isinstance(schema["type"], str) else set(schema["type"]))
+        else:
+            return False
+    types = [names | {"number"} if "integer" in names else names for names in types]
+    return sum(map(len, types)) == len(set().union(*types))
 
 
 def _check_exact(value: Any, name: str, where: str) -> None:
