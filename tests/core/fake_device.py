@@ -74,7 +74,8 @@ class FakeDevice:
         self._block_size = int(limits["block_size"])
         self._histories = Histories()
         self._slots: dict[int, int] = {}
-        self._uniforms: dict[tuple[int, int], float] = {}
+        self._uniforms: dict[tuple[int, int], float] = {}  # by seed and output index
+        self._seeds_of: dict[float, tuple[int, int]] = {}
         max_blocks = -(-max_seq_len // self._block_size)
         sizes = (limits["max_num_batched_tokens"], limits["max_num_seqs"], max_blocks)
         self._arrays = make_arrays(*sizes, max_prompt_logits=limits["max_num_prompt_logits"])
@@ -194,7 +195,9 @@ class FakeDevice:
         for row, line in enumerate(lines):
             uniform = float(arrays["uniforms"][row])
             assert 0 <= uniform < 1
-            assert self._uniforms.setdefault((line.seed, line.num_outputs), uniform) == uniform
+            key = (line.seed, line.num_outputs)
+            assert self._uniforms.setdefault(key, uniform) == uniform
+            assert self._seeds_of.setdefault(uniform, key) == key
             if line.num_outputs < line.min_tokens:
                 banned |= {(row, token) for token in line.end_tokens()}
         pairs = zip(arrays["banned_rows"][: batch.num_banned], arrays["banned_token_ids"], strict=False)

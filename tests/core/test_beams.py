@@ -17,7 +17,7 @@ def start(driver: SchedulerDriver, **params: Any) -> int:
     """A beam that is held after its prefill."""
     seq_id = driver.add("beam", PROMPT, 6, ignore_eos=True, is_beam=True, **params)
     driver.step()
-    assert driver.held_seq_ids() == [seq_id]
+    assert driver.scheduler.is_held(seq_id)
     return seq_id
 
 
@@ -27,6 +27,7 @@ def test_held_sequence_is_in_no_step_until_its_token_comes() -> None:
     assert driver.step().is_empty()
     assert driver.scheduler.has_unfinished_seqs()
     driver.append_token(beam, 5)
+    assert not driver.scheduler.is_held(beam)
     assert driver.step().num_tokens == 1
     assert driver.step().is_empty()  # what it samples is in flight, and nobody knows the next token
     driver.drain()
@@ -57,6 +58,7 @@ def test_token_for_a_sequence_that_is_not_held_is_refused() -> None:
     driver = SchedulerDriver()
     with pytest.raises(LookupError, match="no unfinished sequence 3"):
         driver.scheduler.append_token(3, 5)
+    assert not driver.scheduler.is_held(3)
     other = driver.add("other", PROMPT, 9, ignore_eos=True)
     beam = driver.add("beam", PROMPT, 9, ignore_eos=True, is_beam=True)
     for seq_id in (other, beam):

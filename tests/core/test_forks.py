@@ -49,8 +49,10 @@ def test_children_of_a_prompt_that_fills_whole_blocks_copy_the_last_one() -> Non
 def test_each_sequence_is_that_of_a_request_of_its_own_with_the_next_seed() -> None:
     driver = SchedulerDriver()
     driver.add("a", PROMPT, 9, n=4, seed=70, ignore_eos=True)
+    # On the same device, which compares what a seed samples with.
+    alone = [driver.add(f"{seed}", PROMPT, 9, seed=seed, ignore_eos=True) for seed in range(70, 74)]
     driver.drain()
-    assert outputs_of(driver, "a") == outputs_alone(range(70, 74), 9)
+    assert outputs_of(driver, "a") == [driver.output_tokens(seq_id) for seq_id in alone]
     indices = [[o.sequence_index for o in driver.lines[seq_id].outputs] for seq_id in driver.seq_ids_of("a")]
     assert indices == [[index] * 9 for index in range(4)]
 

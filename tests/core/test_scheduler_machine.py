@@ -170,6 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_waiting + scheduler.num_prompted + scheduler.num_running == len(live)
         assert scheduler.num_unfinished_requests == len({self.driver.lines[seq_id].request_id for seq_id in live})
         assert scheduler.has_unfinished_seqs() == bool(live)
+        assert [seq_id for seq_id in self.driver.lines if scheduler.is_held(seq_id)] == self.driver.held_seq_ids()
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
