@@ -112,7 +112,7 @@ def check_equal(
     eos: Sequence[int],
     **generation_arguments: Any,
 ) -> list[BeamHypothesis]:
-    expected = oracle.beam_search_with_scores(
+    expected = oracle.beam_search_answer(
         prompt,
         num_beams=params.beam_width,
         num_return_sequences=params.n,
@@ -123,9 +123,11 @@ def check_equal(
         eos_token_id=list(eos) or None,
         **generation_arguments,
     )
-    found = NaiveEngine(oracle, prompt, params, eos).run()
-    assert [hypothesis.token_ids for hypothesis in found] == [tokens for tokens, _ in expected]
-    assert [hypothesis.score for hypothesis in found] == pytest.approx([score for _, score in expected], rel=1e-6)
+    engine = NaiveEngine(oracle, prompt, params, eos)
+    found = engine.run()
+    assert [hypothesis.token_ids for hypothesis in found] == expected.sequences
+    assert [hypothesis.score for hypothesis in found] == pytest.approx(expected.scores, rel=1e-6)
+    assert engine.num_rounds == expected.num_steps
     for hypothesis in found:
         last = hypothesis.token_ids[-1]
         ended = ("stop", last) if last in eos else ("length", None)
@@ -167,20 +169,10 @@ def test_equals_transformers_in_random_combinations(oracle: TransformersOracle, 
         check_equal(oracle, prompt_of(prompt), params, likely_ends(oracle, prompt, num_ends=rng.randrange(6)))
 
 
-def test_the_ways_to_stop_differ(oracle: TransformersOracle) -> None:
-    def num_rounds(early_stopping: Any) -> list[int]:
-        rounds = []
-        for seed in range(8):
-            prompt = prompt_of(seed)
-            params = beam_params(2, early_stopping=early_stopping)
-            engine = NaiveEngine(oracle, prompt, params, likely_ends(oracle, seed, 3))
-            engine.run()
-            rounds.append(engine.num_rounds)
-        return rounds
-
-    first, unlikely, impossible = num_rounds(True), num_rounds(False), num_rounds("never")
-    assert sum(first) < sum(unlikely) < sum(impossible)
-    assert min(impossible) < MAX_TOKENS
+@pytest.mark.parametrize("seed", [0, 4])
+def test_a_penalty_on_length_does_not_end_the_search_early(oracle: TransformersOracle, seed: int) -> None:
+    params = beam_params(3, n=3, length_penalty=-0.4, early_stopping="never")
+    check_equal(oracle, prompt_of(seed), params, likely_ends(oracle, seed, num_ends=4))
 
 
 @pytest.mark.parametrize("beam_width", [2, 4])

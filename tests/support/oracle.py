@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class BeamSearchAnswer:
+    """New tokens and transformers' `sequences_scores` of each returned sequence, best first; how many steps it took."""
+
+    sequences: list[list[int]]
+    scores: list[float]
+    num_steps: int
 
 
 class TransformersOracle:
@@ -34,13 +44,10 @@ class TransformersOracle:
 
         generation_arguments: of `generate`: num_beams, num_return_sequences, max_new_tokens, length_penalty, …
         """
-        return [tokens for tokens, _ in self.beam_search_with_scores(prompt, **generation_arguments)]
+        return self.beam_search_answer(prompt, **generation_arguments).sequences
 
     @torch.inference_mode()
-    def beam_search_with_scores(
-        self, prompt: Sequence[int], **generation_arguments: Any
-    ) -> list[tuple[list[int], float]]:
-        """The same, each with transformers' `sequences_scores`."""
+    def beam_search_answer(self, prompt: Sequence[int], **generation_arguments: Any) -> BeamSearchAnswer:
         tokens = torch.tensor([list(prompt)])
         result = self._model.generate(
             tokens,
@@ -53,10 +60,12 @@ class TransformersOracle:
         )
         # Padding may look like any token; what was generated has the index of a beam.
         lengths = (result.beam_indices >= 0).sum(dim=1).tolist()
-        return [
-            (sequence[len(prompt) : len(prompt) + length].tolist(), float(score))
-            for sequence, length, score in zip(result.sequences, lengths, result.sequences_scores, strict=True)
-        ]
+        rows = zip(result.sequences.tolist(), lengths, strict=True)
+        return BeamSearchAnswer(
+            sequences=[row[len(prompt) : len(prompt) + length] for row, length in rows],
+            scores=result.sequences_scores.tolist(),
+            num_steps=len(result.scores),
+        )
 
     @torch.no_grad()
     def next_token_logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
