@@ -38,6 +38,9 @@ from deepinfer_backend.sampling_params import StructuredOutputs
 CompiledGrammar: TypeAlias = xgr.CompiledGrammar
 Result: TypeAlias = CompiledGrammar | DeepInferError
 
+# Time of the processor for one token. Most take a hundredth of a millisecond; with a grammar that has many readings of
+# the same text, it grows with the cube of the text's length.
+_MAX_TOKEN_TIME_S = 0.1
 _CACHE_BYTES = 64 * 2**20
 _START_TIMEOUT_S = 120.0
 # The compiler keeps the time limit itself; this is for when it does not.
@@ -54,6 +57,7 @@ class Grammar:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._matcher = xgr.GrammarMatcher(compiled)
+        self._accept_time_s = 0.0
 
     @property
     def is_terminated(self) -> bool:
@@ -62,7 +66,10 @@ class Grammar:
 
     def accept(self, token_id: int) -> bool:
         """Goes on by one token; False, and no change, when the grammar does not allow it here."""
-        return not self.is_terminated and bool(self._matcher.accept_token(token_id))
+        started_at = time.thread_time()
+        accepted = not self.is_terminated and bool(self._matcher.accept_token(token_id))
+        self._accept_time_s = time.thread_time() - started_at
+        return accepted
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Writes which tokens may follow: bit i % 32 of row[i // 32] is set for an allowed token i.
@@ -73,14 +80,22 @@ class Grammar:
             row: [ceil(vocab_size / 32)], of the vocabulary size that the grammar was compiled for, contiguous.
 
         Raises:
-            InvalidRequestError: no token may follow: the grammar (or the model's vocabulary) has no way on from here.
+            InvalidRequestError: no token may follow: the grammar (or the model's vocabulary) has no way on from here;
+                or following the grammar has become so slow that it would hold up the others.
         """
         if self.is_terminated:
             row[:] = 0
             for token_id in self._matcher.stop_token_ids:
                 row.view(np.uint32)[token_id // 32] |= np.uint32(1 << (token_id % 32))
             return
+        started_at = time.thread_time()
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+        token_time_s = self._accept_time_s + time.thread_time() - started_at
+        if token_time_s > _MAX_TOKEN_TIME_S:
+            raise InvalidRequestError(
+                f"structured_outputs is too ambiguous: one token took {token_time_s:.2f} s, "
+                f"must be at most {_MAX_TOKEN_TIME_S:g} s"
+            )
         if not row.any():
             raise InvalidRequestError(
                 "structured_outputs cannot be completed: no token of the model may follow this text"
@@ -90,6 +105,7 @@ class Grammar:
         """A copy that goes its own way."""
         fork = Grammar.__new__(Grammar)
         fork._matcher = self._matcher.fork()
+        fork._accept_time_s = 0.0
         return fork
 
 

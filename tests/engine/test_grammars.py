@@ -215,6 +215,17 @@ def test_a_dead_end_is_an_error_and_not_an_empty_row(queue: GrammarQueue, tokeni
         _allowed(grammar)
 
 
+def test_a_grammar_with_too_many_readings_is_an_error_before_it_holds_up_the_others(
+    queue: GrammarQueue, tokenizer: Any
+) -> None:
+    grammar = _grammar(queue, _spec(grammar='root ::= s\ns ::= s s s | s s | "a" | ""'))
+    row = np.zeros(NUM_WORDS, np.int32)
+    with pytest.raises(InvalidRequestError, match="structured_outputs is too ambiguous: one token took"):
+        for _ in range(400):
+            assert grammar.accept(_token(tokenizer, "a"))
+            grammar.fill_bitmask(row)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
