@@ -29,12 +29,16 @@ class BeamSearches:
         pool: RequestOutputPool,
         states: SequenceStates,
         on_fork: Callable[[int, int], None],
+        on_dead_end: Callable[[int], None],
     ) -> None:
-        """on_fork: told of each fork, (parent, child), before its token is appended."""
+        """on_fork: told of each fork, (parent, child), before its token is appended. on_dead_end: told of a sequence
+        whose search is over without any text, because no token was left to go on with; no output follows.
+        """
         self._scheduler = scheduler
         self._pool = pool
         self._states = states
         self._on_fork = on_fork
+        self._on_dead_end = on_dead_end
         self._search_of: dict[int, BeamSearch] = {}  # by live sequence
 
     def __len__(self) -> int:
@@ -86,10 +90,13 @@ class BeamSearches:
         return np.empty(0, np.uint64)
 
     def _finish(self, search: BeamSearch, step: BeamStep) -> Handles:
-        written = [
+        written = [np.empty(0, np.uint64)]
+        written += [
             self._scheduler.build_sequence_outputs(step.ended_seq_ids[0], self._pool, _written(index, hypothesis))
             for index, hypothesis in enumerate(search.hypotheses)
         ]
+        if not search.hypotheses:
+            self._on_dead_end(step.ended_seq_ids[0])
         for seq_id in step.ended_seq_ids:
             self._scheduler.abort_seq(seq_id)
             del self._search_of[seq_id]

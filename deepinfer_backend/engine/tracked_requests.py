@@ -16,7 +16,6 @@ from deepinfer_backend.engine.beam_searches import BeamSearches
 from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestFailed, RequestResult
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
 from deepinfer_backend.errors import InvalidRequestError
-from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
 from deepinfer_backend.worker.sequence_states import Grammar, SequenceState, SequenceStates, needs_state
 
@@ -51,7 +50,7 @@ class TrackedRequests:
         self._num_seqs: Counter[str] = Counter()  # by request id
         self._failed_ids: set[str] = set()
         self._states = SequenceStates(vocab_size)
-        self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork)
+        self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork, self._fail_beam_search)
         self._prompt_logprobs = PromptLogprobsTables()
         self._results: list[RequestResult] = []
 
@@ -179,7 +178,10 @@ class TrackedRequests:
             self._failed_ids.add(request_id)
             # The outputs of this step are not built yet: the refused token does not come out.
             self._scheduler.abort_request(request_id)
-            self._results.append(_grammar_failure(request_id, self._requests[seq_id].sampling_params))
+            self._results.append(_no_token_left("structured_outputs leaves", self._requests[seq_id]))
+
+    def _fail_beam_search(self, seq_id: int) -> None:
+        self._results.append(_no_token_left("beam search finds", self._requests[seq_id]))
 
     def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
         candidates = result.candidates
@@ -204,19 +206,19 @@ def step_logprobs(result: StepResult) -> StepLogprobs | None:
     )
 
 
-def _grammar_failure(request_id: str, params: SamplingParams) -> RequestFailed:
+def _no_token_left(beginning: str, request: EngineRequest) -> RequestFailed:
+    params = request.sampling_params
     others = [
         name
         for name, is_given in (
             ("allowed_token_ids", params.allowed_token_ids is not None),
-            ("bad_words", bool(params.bad_words)),
+            ("bad_words", bool(request.bad_words_token_ids)),
             ("logit_bias", bool(params.logit_bias)),
             ("min_tokens", params.min_tokens > 0),
         )
         if is_given
     ]
     error = InvalidRequestError(
-        "structured_outputs leaves no token to go on with"
-        + (f" that {' and '.join(others)} would allow" if others else "")
+        f"{beginning} no token to go on with" + (f" that {' and '.join(others)} would allow" if others else "")
     )
-    return RequestFailed(request_id, error.word, error.message)
+    return RequestFailed(request.request_id, error.word, error.message)
