@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize bench clean setup
+.PHONY: serve test lint sanitize bench bench-features clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -50,6 +50,9 @@ sanitize: setup $(STAMPS)/dev
 
 bench: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-features: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.features $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -188,8 +188,10 @@ class GrammarQueue:
         return finished
 
     def close(self) -> None:
-        """Ends process and thread. What is pending never comes out."""
+        """Ends process and thread; safe to call twice. What is pending never comes out."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._work.notify()
             if self._compiler is not None:
