@@ -75,3 +75,15 @@ class TransformersOracle:
         """
         logits = self._model(torch.tensor(sequences), use_cache=False).logits[:, -1]
         return torch.log_softmax(logits.float(), dim=-1)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The log-softmax of what follows each of these tokens, float32 [num_tokens, vocab_size]."""
+        logits = self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    @torch.no_grad()
+    def last_hidden_state(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """What the last layer makes of the last token, after the final norm: float32 [hidden_size]."""
+        hidden = self._model.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state
+        return hidden[0, -1].float()
