@@ -1,4 +1,4 @@
-"""Log-probabilities are those of transformers' own logits, of every token that was asked about, however it was chosen."""
+"""Log-probabilities are those of transformers' own logits, for every token asked about, however it was chosen."""
 
 from __future__ import annotations
 
