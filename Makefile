@@ -33,7 +33,8 @@ lint: $(STAMPS)/package $(STAMPS)/dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
 
-# The core's tests under AddressSanitizer and UBSan: in a package of their own, with a core that is built for them.
+# The core's tests under AddressSanitizer and UBSan: in a package of their own, with a core that is built for them. -S,
+# because what the editable install starts with would find its own core before this one.
 SANITIZED := build/sanitize
 sanitize: setup $(STAMPS)/dev
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DDEEPINFER_SANITIZE=ON \
@@ -46,7 +47,8 @@ sanitize: setup $(STAMPS)/dev
 	cd $(SANITIZED)/run && \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(abspath $(BIN))/python -m pytest tests/core $(ARGS)
+	  PYTHONPATH="$$($(abspath $(BIN))/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(abspath $(BIN))/python -S -m pytest tests/core $(ARGS)
 
 bench: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks $(ARGS)

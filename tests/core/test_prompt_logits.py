@@ -48,6 +48,16 @@ def test_prompt_of_one_token_has_none() -> None:
     driver.drain()
 
 
+def test_children_that_compute_the_prompt_again_give_no_logits_of_it() -> None:
+    driver = SchedulerDriver(max_num_seqs=1, max_num_prompt_logits=64)
+    driver.add("a", PROMPT, 2, prompt_logprobs=True, n=3)
+    num_prompt_logits = 0
+    while driver.scheduler.has_unfinished_seqs():
+        num_prompt_logits += driver.step().num_prompt_logits
+    assert num_prompt_logits == len(PROMPT) - 1
+    driver.drain()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_logits_are_not_given_again_when_a_sequence_with_outputs_is_recomputed(n: int) -> None:
     driver = SchedulerDriver(num_blocks=7, max_num_prompt_logits=64)
