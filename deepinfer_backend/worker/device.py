@@ -26,6 +26,9 @@ class Pending(Protocol[T_co]):
     def on_stream(self) -> T_co:
         """The same without waiting, for work that runs later on the same stream."""
 
+    def on_stream_or_none(self) -> T_co | None:
+        """The same; None if the work raised."""
+
 
 class DeviceStream(Protocol):
     """Runs submitted functions one after another. `busy_s`: seconds the device spent in them so far."""
@@ -52,6 +55,9 @@ class _OnDeviceThread(Generic[T]):
     def on_stream(self) -> T:
         # Asked on the device thread, which ran the work before: it never waits.
         return self._future.result(timeout=0)
+
+    def on_stream_or_none(self) -> T | None:
+        return None if self._future.exception(timeout=0) else self._future.result(timeout=0)
 
 
 class CpuStream:
@@ -91,6 +97,9 @@ class _OnCudaStream(Generic[T]):
     def on_stream(self) -> T:
         return self._value
 
+    def on_stream_or_none(self) -> T:
+        return self._value
+
 
 class _Failed:
     """Work that raised while it was being launched."""
@@ -102,6 +111,9 @@ class _Failed:
         raise self._error
 
     on_stream = result
+
+    def on_stream_or_none(self) -> None:
+        return None
 
 
 class CudaStream:

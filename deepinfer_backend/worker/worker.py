@@ -137,7 +137,9 @@ class Worker:
         lora = plan_lora(batch.lora_ids, query_start_loc, self._stream.device) if batch.any_lora else None
 
         def launch() -> ForwardResult | None:
-            inflight = previous.sampled.on_stream() if previous and previous.sampled else None
+            # If that step failed its sequences end, and what this one computes for them is dropped; the others need
+            # nothing of it.
+            inflight = previous.sampled.on_stream_or_none() if previous and previous.sampled else None
             token_ids = None if inflight is None else inflight.token_ids
             return self._runner.forward(batch, buffers, block_copies, token_ids, lora)
 

@@ -53,6 +53,7 @@ class EngineDriver:
         self._processor = OutputProcessor(None)
         self._answers: dict[str, dict[int, TextDelta] | DeepInferError] = {}
         self._unfinished: set[str] = set()
+        self._aborted: set[str] = set()
 
     def __enter__(self) -> EngineDriver:
         return self
@@ -65,6 +66,7 @@ class EngineDriver:
     def add(self, request: EngineRequest) -> None:
         self._answers[request.request_id] = {}
         self._unfinished.add(request.request_id)
+        self._aborted.discard(request.request_id)
         self._processor.add_request(request, time.monotonic_ns())
         try:
             self._client.add_request(request)
@@ -75,6 +77,8 @@ class EngineDriver:
         """One step of the engine, or the flush when it is drained."""
         round_outputs = self._client.get_outputs(timeout_s=0.0)
         assert round_outputs is not None
+        news = [*round_outputs.outputs, *round_outputs.results, *round_outputs.failures]
+        assert not self._aborted & {each.request_id for each in news}, "something came of an aborted request"
         for failure in round_outputs.failures:
             self._fail(failure.request_id, failure.error)
         processed = self._processor.process(round_outputs.outputs, round_outputs.results)
@@ -86,18 +90,25 @@ class EngineDriver:
             else:
                 sequences[delta.sequence_index] = delta
             if delta.ends_request:
-                self._unfinished.remove(request_id)
+                self._unfinished.discard(request_id)
 
     def abort(self, request_id: str) -> None:
         self._unfinished.discard(request_id)
+        self._aborted.add(request_id)
         self._processor.remove_request(request_id)
         self._client.abort_requests([request_id])
 
+    def end_sequence(self, request_id: str, sequence_index: int) -> None:
+        """Ends one sequence of a request, as if its text had come to a stop string; others of it may go on."""
+        self._unfinished.remove(request_id)
+        self._client.abort_sequences([(request_id, sequence_index)])
+
     def drain(self) -> None:
-        """Rounds until every request has its answer and the last step is flushed."""
-        while self._unfinished:
+        """Rounds until nothing is left to do and the last step is flushed: then every request has its answer."""
+        while self.engine.has_unfinished_requests():
             self.round()
         self.round()
+        assert not self._unfinished
 
     def answer(self, request_id: str) -> Answer:
         answer = self._answers[request_id]

@@ -85,5 +85,6 @@ class TransformersOracle:
     @torch.no_grad()
     def last_hidden_state(self, token_ids: Sequence[int]) -> torch.Tensor:
         """What the last layer makes of the last token, after the final norm: float32 [hidden_size]."""
-        states: torch.Tensor = self._model.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state
+        output = self._model.base_model(torch.tensor([list(token_ids)]), use_cache=False)
+        states: torch.Tensor = output.last_hidden_state
         return states[0, -1].float()
