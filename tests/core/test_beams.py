@@ -145,6 +145,20 @@ def test_beams_that_do_not_fit_beside_each_other_take_turns(limits: dict[str, An
     driver.drain(max_steps=60)
 
 
+def test_held_sequence_that_is_served_last_gives_way_first() -> None:
+    driver = SchedulerDriver(max_num_seqs=2)
+    last = driver.add("last", PROMPT, 6, ignore_eos=True, is_beam=True, priority=1)
+    first = driver.add("first", PROMPT, 6, ignore_eos=True, is_beam=True)
+    driver.step()
+    driver.add("other", [7] * 10, 1, priority=2)
+    assert driver.step().num_preempted == 1
+    driver.append_token(first, 5)
+    assert not driver.step().is_prefill  # what it had computed is still there
+    driver.append_token(last, 5)
+    assert driver.step().is_prefill
+    driver.drain()
+
+
 def test_held_sequences_keep_their_blocks_while_something_else_goes_on() -> None:
     driver = SchedulerDriver(max_num_seqs=2)
     start(driver)

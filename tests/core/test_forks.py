@@ -126,6 +126,22 @@ def test_abort_of_one_sequence_lets_the_others_go_on() -> None:
     assert not driver.scheduler.abort_request("a", 0)
 
 
+@pytest.mark.parametrize("by_seq_id", [True, False])
+def test_abort_of_one_sequence_between_processing_and_building_drops_its_output_alone(by_seq_id: bool) -> None:
+    driver = SchedulerDriver()
+    scheduler = driver.scheduler
+    options = SamplingOptions(max_tokens=9, n=3)
+    parent = scheduler.add_seq("a", np.array(PROMPT, np.int32), options)
+    for num_rows in (1, 3):
+        _, batch = scheduler.schedule(driver.metadata_pool)
+        token_ids = np.array([[5], [6], [7]][:num_rows], np.int32)
+        scheduler.process_outputs(batch, token_ids, np.ones(num_rows, np.int32))
+        if num_rows == 3:
+            assert scheduler.abort_seq(parent + 1) if by_seq_id else scheduler.abort_request("a", 1)
+        outputs = driver.output_pool.clone(scheduler.build_request_outputs(batch, driver.output_pool))
+    assert [(output.sequence_index, output.token_id) for output in outputs] == [(0, 5), (2, 7)]
+
+
 def test_parent_that_ends_first_leaves_its_children_their_blocks() -> None:
     driver = SchedulerDriver(zero_overhead_scheduling=False)
     parent = driver.add("a", PROMPT, 6, n=2, seed=70, ignore_eos=True)

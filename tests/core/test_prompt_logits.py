@@ -41,6 +41,17 @@ def test_prompt_that_wants_logits_is_not_taken_from_the_cache_but_put_there() ->
     driver.drain()
 
 
+def test_chunk_cut_short_by_its_logits_leaves_the_rest_of_the_step_to_others() -> None:
+    driver = SchedulerDriver(max_num_prompt_logits=4)
+    driver.add("a", PROMPT, 3, prompt_logprobs=True, lora_id=1)
+    other = driver.add("b", PROMPT, 3, is_tracked=True, lora_id=2)
+    batch = driver.step()
+    assert (batch.num_tokens, batch.num_sampled) == (4 + len(PROMPT), 1)
+    assert (batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist()) == ([0], [other])
+    assert batch.lora_ids.tolist() == [1, 2]
+    driver.drain()
+
+
 def test_prompt_of_one_token_has_none() -> None:
     driver = SchedulerDriver()
     driver.add("a", [2], 2, prompt_logprobs=True)

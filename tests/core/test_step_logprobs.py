@@ -29,6 +29,24 @@ def test_logprobs_go_to_the_rows_that_asked_for_them_and_to_no_other() -> None:
     )
 
 
+def test_token_without_logprobs_has_none_left_over_from_another_step() -> None:
+    driver = SchedulerDriver()
+    options = SamplingOptions(max_tokens=9, num_logprobs=2)
+    driver.scheduler.add_seq("a", np.array([2, 3], np.int32), options)
+    tops = []
+    for index in range(8):
+        _, batch = driver.scheduler.schedule(driver.metadata_pool)
+        told = make_logprobs([0], [-1.5], [2], TWO_TOPS[:1]) if index % 4 < 2 else None
+        driver.scheduler.process_outputs(batch, np.array([[5]], np.int32), np.ones(1, np.int32), logprobs=told)
+        handles = driver.scheduler.build_request_outputs(batch, driver.output_pool)
+        (output,) = driver.output_pool.clone(handles)
+        driver.output_pool.release(handles)
+        assert math.isnan(output.logprob) == (told is None)
+        assert output.rank == (0 if told is None else 2)
+        tops.append(len(output.top_logprobs))
+    assert tops == [2, 2, 0, 0] * 2
+
+
 def wrong_logprobs() -> list[tuple[str, int, Callable[[], StepLogprobs]]]:
     ones = [-1.0, -1.0]
     return [
