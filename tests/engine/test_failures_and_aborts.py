@@ -191,3 +191,22 @@ def test_requests_that_had_no_part_in_the_failed_step_go_on(model_args: dict[str
             assert_same_answer(driver.answer(request.request_id), answer)
         driver.check_nothing_is_left()
         check_adapter_is_not_in_use(driver)
+
+
+@pytest.mark.parametrize("kind", ["sequences", "edited sequences", "beams", "edited beams"])
+def test_failed_step_with_a_part_of_a_requests_sequences_ends_all_of_them(
+    model_args: dict[str, Any], kind: str
+) -> None:
+    with EngineDriver(**model_args, **ENGINE_ARGS, max_num_seqs=2) as driver:
+        driver.add(request_of(kind, "failed"))
+        # Into a decode step of two sequences, while others of the request have no place.
+        while driver.engine.scheduler.num_running < 2 or driver.engine.scheduler.num_waiting == 0:
+            driver.round()
+        with broken_model(driver):
+            driver.round()
+            driver.round()
+        assert isinstance(driver.answer("failed"), EngineError)
+        assert not driver.engine.has_unfinished_requests()
+        driver.drain()
+        driver.check_nothing_is_left()
+        check_adapter_is_not_in_use(driver)
