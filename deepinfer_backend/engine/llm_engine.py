@@ -251,7 +251,8 @@ class LLMEngine:
         except Exception:
             logger.exception("a step failed; its %d sequences end with an error", batch.num_seqs)
             return self._fail_step(batch)
-        token_ids = result.token_ids.numpy()[:, None]
+        # Where there was no token to sample the request is ended below, and none comes out.
+        token_ids = np.maximum(result.token_ids.numpy(), 0)[:, None]
         num_tokens = np.ones(len(token_ids), dtype=np.int32)
         self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
         handles = []

@@ -16,6 +16,7 @@ from deepinfer_backend.engine.beam_searches import BeamSearches
 from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestFailed, RequestResult
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
 from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.worker.sampler import NO_TOKEN
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
 from deepinfer_backend.worker.sequence_states import Grammar, SequenceState, SequenceStates, needs_state
 
@@ -50,7 +51,7 @@ class TrackedRequests:
         self._num_seqs: Counter[str] = Counter()  # by request id
         self._failed_ids: set[str] = set()
         self._states = SequenceStates(vocab_size)
-        self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork, self._fail_beam_search)
+        self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork, self._fail_without_token)
         self._prompt_logprobs = PromptLogprobsTables()
         self._results: list[RequestResult] = []
 
@@ -169,19 +170,22 @@ class TrackedRequests:
 
     def _take_tokens(self, batch: SchedulerOutputs, result: StepResult) -> None:
         rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
-        token_ids = result.token_ids.numpy()[rows][:, None]
-        num_tokens = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], np.int32)
-        for seq_id in self._states.append(seq_ids, token_ids, num_tokens):
-            request_id = self._requests[seq_id].request_id
-            if request_id in self._failed_ids:
-                continue
-            self._failed_ids.add(request_id)
-            # The outputs of this step are not built yet: the refused token does not come out.
-            self._scheduler.abort_request(request_id)
-            self._results.append(_no_token_left("structured_outputs leaves", self._requests[seq_id]))
+        token_ids = result.token_ids.numpy()[rows]
+        is_taken = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], bool)
+        without_token = seq_ids[is_taken & (token_ids == NO_TOKEN)].tolist()
+        is_taken &= token_ids != NO_TOKEN
+        failed = self._states.append(seq_ids, token_ids[:, None], is_taken.astype(np.int32))
+        for seq_id in [*failed, *without_token]:
+            self._fail_without_token(seq_id)
 
-    def _fail_beam_search(self, seq_id: int) -> None:
-        self._results.append(_no_token_left("beam search finds", self._requests[seq_id]))
+    def _fail_without_token(self, seq_id: int) -> None:
+        request_id = self._requests[seq_id].request_id
+        if request_id in self._failed_ids:
+            return
+        self._failed_ids.add(request_id)
+        # The outputs of this step are not built yet: what was sampled does not come out.
+        self._scheduler.abort_request(request_id)
+        self._results.append(_no_token_left(self._requests[seq_id]))
 
     def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
         candidates = result.candidates
@@ -206,11 +210,12 @@ def step_logprobs(result: StepResult) -> StepLogprobs | None:
     )
 
 
-def _no_token_left(beginning: str, request: EngineRequest) -> RequestFailed:
+def _no_token_left(request: EngineRequest) -> RequestFailed:
     params = request.sampling_params
-    others = [
+    fields = [
         name
         for name, is_given in (
+            ("structured_outputs", params.structured_outputs is not None),
             ("allowed_token_ids", params.allowed_token_ids is not None),
             ("bad_words", bool(request.bad_words_token_ids)),
             ("logit_bias", bool(params.logit_bias)),
@@ -218,7 +223,5 @@ def _no_token_left(beginning: str, request: EngineRequest) -> RequestFailed:
         )
         if is_given
     ]
-    error = InvalidRequestError(
-        f"{beginning} no token to go on with" + (f" that {' and '.join(others)} would allow" if others else "")
-    )
+    error = InvalidRequestError(f"{' and '.join(fields)}: together they leave no token to go on with")
     return RequestFailed(request.request_id, error.word, error.message)

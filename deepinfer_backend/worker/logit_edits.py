@@ -99,6 +99,11 @@ class LogitEdits:
     biases: LogitBiases | None = None
     penalties: Penalties | None = None
 
+    def limited_rows(self, device: torch.device) -> torch.Tensor | None:
+        """[num_rows] int64, those that may have nothing left to sample; None if there is none."""
+        rows = [edit.rows for edit in (self.grammar, self.allowed) if edit is not None]
+        return _upload(np.unique(np.concatenate(rows)), device) if rows else None
+
     def apply(self, logits: torch.Tensor) -> None:
         """In place on float32 logits [num_rows, vocab_size], contiguous."""
         for edit in (self.grammar, self.allowed, self.banned, self.biases, self.penalties):

@@ -38,7 +38,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """logits: [num_sampled + num_prompt_logits, vocab_size]; hidden_states: [as many, hidden_size], what they are of."""
+    """logits: [num_sampled + num_prompt_logits, vocab_size]; hidden_states: [as many, hidden_size], the same rows'."""
 
     logits: torch.Tensor
     hidden_states: torch.Tensor
@@ -71,7 +71,8 @@ class ModelRunner:
         token_ids = step.token_ids[:num_tokens]
         if inflight_tokens is not None:
             rows = step.inflight_rows[:num_tokens]
-            token_ids = torch.where(rows >= 0, inflight_tokens[rows.clamp(min=0)], token_ids)
+            # A row without a token (NO_TOKEN) has ended, and what is computed for it is dropped.
+            token_ids = torch.where(rows >= 0, inflight_tokens[rows.clamp(min=0)].clamp(min=0), token_ids)
         plan = plan_attention(
             block_tables=step.block_tables[:num_seqs, : batch.max_num_blocks],
             seq_lens=step.seq_lens[:num_seqs],

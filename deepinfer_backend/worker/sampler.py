@@ -17,6 +17,7 @@ from deepinfer_backend.worker.truncation import Truncation, keep, least_kept
 
 MIN_TEMPERATURE = 1e-5
 """Below it a quotient of float32 logits could overflow; the likeliest token has all the probability long before."""
+NO_TOKEN = -1
 _DRAW_BLOCK = 128
 
 
@@ -67,7 +68,10 @@ class BeamCandidates:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """What a step sampled, on the device. token_ids: [num_rows] int32; the rest only where a row asked for it."""
+    """What a step sampled, on the device. token_ids: [num_rows] int32; the rest only where a row asked for it.
+
+    A row whose edits leave nothing to sample has NO_TOKEN.
+    """
 
     token_ids: torch.Tensor
     logprobs: RowLogprobs | None = None
@@ -89,10 +93,16 @@ def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
     candidates = None
     if raw_beams is not None and candidate_rows is not None:
         candidates = _beam_candidates(raw_beams, logits, batch.num_candidates, candidate_rows)
+    limited_rows = None if batch.edits is None else batch.edits.limited_rows(logits.device)
+    is_left = None
+    if limited_rows is not None:
+        is_left = logits.index_select(0, limited_rows).amax(dim=-1) > -torch.inf
     token_ids = _sample_tokens(logits, batch)
     logprobs = None
     if raw_logits is not None and logprob_rows is not None:
         logprobs = logprobs_of(raw_logits, token_ids[logprob_rows], batch.num_top_logprobs, logprob_rows)
+    if limited_rows is not None and is_left is not None:
+        token_ids[limited_rows] = torch.where(is_left, token_ids[limited_rows], NO_TOKEN)
     return SampledBatch(token_ids.int(), logprobs, candidates)
 
 

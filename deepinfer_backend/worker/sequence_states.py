@@ -59,8 +59,8 @@ def needs_state(params: SamplingParams, bad_words_token_ids: Sequence[Sequence[i
 class SequenceState:
     """One sequence's part of what the sampler remembers: it is as far as the tokens that were appended.
 
-    Owns its grammar. `grammar_failed`: the grammar has no way on, or refused a token (it may have none in common with
-    allowed_token_ids): the request can't go on, and its rows are no longer masked. Used by the thread that steps the engine.
+    Owns its grammar. `grammar_failed`: the grammar has no way on, or refused a token: the request can't go on, and its
+    rows are no longer masked. Used by the thread that steps the engine.
     """
 
     def __init__(

@@ -210,3 +210,26 @@ def test_failed_step_with_a_part_of_a_requests_sequences_ends_all_of_them(
         driver.drain()
         driver.check_nothing_is_left()
         check_adapter_is_not_in_use(driver)
+
+
+@pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"bad_words_token_ids": [[9]]}, "allowed_token_ids and bad_words"),
+        ({"min_tokens": 3, "stop_token_ids": [9]}, "allowed_token_ids and min_tokens"),
+        ({"bad_words_token_ids": [[9, 9]], "n": 3, "temperature": 1.0}, "allowed_token_ids and bad_words"),
+        ({"bad_words_token_ids": [[9]], "beam_width": 2}, "allowed_token_ids and bad_words"),
+    ],
+)
+def test_a_request_that_leaves_no_token_fails_alone_and_says_why(
+    model_args: dict[str, Any], fields: dict[str, Any], named: str, zero_overhead_scheduling: bool
+) -> None:
+    impossible = {"allowed_token_ids": [9], "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
+    with EngineDriver(**model_args, **ENGINE_ARGS, zero_overhead_scheduling=zero_overhead_scheduling) as driver:
+        expected = driver.run(bystanders())
+        answers = driver.run([engine_request([5, 6], request_id="impossible", **impossible), *bystanders()])
+        assert str(answers[0]) == f"INVALID_ARG: {named}: together they leave no token to go on with"
+        for answer, alone in zip(answers[1:], expected, strict=True):
+            assert_same_answer(answer, alone)
+        driver.check_nothing_is_left()

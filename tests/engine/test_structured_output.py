@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -21,19 +22,19 @@ MAX_TOKENS = 64
 Case = tuple[dict[str, Any], Callable[[str], bool]]
 
 
-def is_valid_json(text: str, schema: dict[str, Any]) -> bool:
+def is_full_match(regex: str, text: str) -> bool:
+    return re.fullmatch(regex, text) is not None
+
+
+def is_valid_json(schema: dict[str, Any], text: str) -> bool:
     validator = jsonschema.validators.validator_for(schema)(schema)
     return bool(validator.is_valid(json.loads(text)))
 
 
 def all_cases() -> list[Case]:
     """(structured_outputs, whether a text is as it asks), of all kinds, mixed."""
-    cases: list[Case] = [
-        ({"json": schema}, lambda text, schema=schema: is_valid_json(text, schema)) for schema in json_schema_cases()
-    ]
-    cases += [
-        ({"regex": regex}, lambda text, regex=regex: re.fullmatch(regex, text) is not None) for regex in regex_cases()
-    ]
+    cases: list[Case] = [({"json": schema}, partial(is_valid_json, schema)) for schema in json_schema_cases()]
+    cases += [({"regex": regex}, partial(is_full_match, regex)) for regex in regex_cases()]
     cases += [({"grammar": case.grammar}, case.is_valid) for case in grammar_cases()]
     step = 37  # has no common divisor with the number of cases
     return [cases[index * step % len(cases)] for index in range(len(cases))]
@@ -42,25 +43,25 @@ def all_cases() -> list[Case]:
 def test_every_finished_answer_is_valid_with_32_at_once_next_to_free_text() -> None:
     cases = all_cases()
     assert len(cases) >= 450
-    params: list[SamplingParams] = []
-    is_valid: list[Callable[[str], bool] | None] = []
+    requests: list[tuple[SamplingParams, Callable[[str], bool] | None]] = []
     for index, (spec, check) in enumerate(cases):
+        sampling = {"temperature": 1.0, "seed": index, "max_tokens": MAX_TOKENS}
         if index % FREE_TEXT_EVERY == 0:
-            params.append(SamplingParams(temperature=1.0, seed=index, max_tokens=MAX_TOKENS))
-            is_valid.append(None)
-        params.append(SamplingParams(temperature=1.0, seed=index, max_tokens=MAX_TOKENS, structured_outputs=spec))
-        is_valid.append(check)
+            requests.append((SamplingParams(**sampling), None))
+        requests.append((SamplingParams(**sampling, structured_outputs=spec), check))
     with LLM(max_num_seqs=NUM_AT_ONCE) as llm:
-        completions = llm.complete(["Here is one: "] * len(params), params, use_tqdm=False)
+        completions = llm.complete(
+            ["Here is one: "] * len(requests), [params for params, _ in requests], use_tqdm=False
+        )
         assert llm.llm_engine.num_tracked == 0
     num_finished = 0
-    for completion, check in zip(completions, is_valid, strict=True):
+    for completion, (_, is_as_asked) in zip(completions, requests, strict=True):
         (sequence,) = completion.sequences
-        if check is None:
+        if is_as_asked is None:
             assert sequence.text
         elif sequence.finish_reason == "stop":
             num_finished += 1
-            assert check(sequence.text), sequence.text
+            assert is_as_asked(sequence.text), sequence.text
     # The others ran into max_tokens, which no grammar can keep a model from.
     assert num_finished >= 0.8 * len(cases)
 
@@ -109,7 +110,7 @@ def test_structured_output_is_the_same_with_and_without_zero_overhead_scheduling
 
 def test_what_a_grammar_and_other_fields_rule_out_together_fails_that_request_alone(llm: LLM) -> None:
     impossible = SamplingParams(structured_outputs={"choice": ["yes"]}, allowed_token_ids=[5])
-    with pytest.raises(ValueError, match="structured_outputs leaves no token to go on with that allowed_token_ids"):
+    with pytest.raises(ValueError, match="structured_outputs and allowed_token_ids: together they leave no token"):
         llm.generate(["Answer: "], impossible, use_tqdm=False)
     assert llm.generate(["Answer: "], SamplingParams(max_tokens=2), use_tqdm=False)
     assert llm.llm_engine.scheduler.num_free_blocks == llm.llm_engine.scheduler.num_blocks

@@ -20,7 +20,7 @@ from tests.support.triton_client import GrpcRequest, Response, http_generate, st
 from tests.triton.conftest import ADAPTER
 
 PROMPT = "The three largest cities of Italy are"
-RETURN_ALL = {
+RETURN_ALL: dict[str, Any] = {
     f"return_{name}": True
     for name in (
         "stop_reason",
@@ -41,13 +41,12 @@ def oracle() -> TransformersOracle:
     return TransformersOracle(resolve_model(None))
 
 
-def ask(server: TritonServer, prompt: str = PROMPT, **inputs: Any) -> list[Response]:
-    sampling = inputs.pop("sampling", {})
-    return GrpcRequest(server, **{"text_input": prompt, "sampling_parameters": sampling, **inputs}).result()
+def ask(server: TritonServer, sampling: dict[str, Any], **inputs: Any) -> list[Response]:
+    return GrpcRequest(server, text_input=PROMPT, sampling_parameters=sampling, **inputs).result()
 
 
-def ask_whole(server: TritonServer, prompt: str = PROMPT, **inputs: Any) -> dict[str, list[Any]]:
-    [response] = ask(server, prompt, exclude_input_in_output=True, **inputs)
+def ask_whole(server: TritonServer, sampling: dict[str, Any], **inputs: Any) -> dict[str, list[Any]]:
+    [response] = ask(server, sampling, exclude_input_in_output=True, **inputs)
     assert response.error is None and response.is_final
     return response.outputs
 
