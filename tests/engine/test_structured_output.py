@@ -17,7 +17,7 @@ from tests.support.grammar_cases import grammar_cases, json_schema_cases, regex_
 
 NUM_AT_ONCE = 32
 FREE_TEXT_EVERY = 8
-MAX_TOKENS = 64
+MAX_TOKENS = 40
 
 Case = tuple[dict[str, Any], Callable[[str], bool]]
 
@@ -63,7 +63,7 @@ def test_every_finished_answer_is_valid_with_32_at_once_next_to_free_text() -> N
             num_finished += 1
             assert is_as_asked(sequence.text), sequence.text
     # The others ran into max_tokens, which no grammar can keep a model from.
-    assert num_finished >= 0.8 * len(cases)
+    assert num_finished >= 0.7 * len(cases)
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +89,21 @@ def test_choice_and_json_object_are_kept_by_n_sequences_with_penalties(llm: LLM,
 
 
 def test_structured_output_is_the_same_with_and_without_zero_overhead_scheduling_and_under_preemption() -> None:
-    cases = all_cases()[:40]
+    cases = all_cases()[:24]
     params = [
-        SamplingParams(temperature=1.0, seed=index, max_tokens=24, structured_outputs=spec)
+        SamplingParams(temperature=1.0, seed=index, max_tokens=20, structured_outputs=spec)
         for index, (spec, _) in enumerate(cases)
     ]
 
     def tokens(**engine_args: Any) -> tuple[list[list[int]], int]:
-        with LLM(dtype="float32", max_num_seqs=20, **engine_args) as llm:
+        with LLM(dtype="float32", max_num_seqs=12, **engine_args) as llm:
             completions: list[Completion] = llm.complete(["One: "] * len(params), params, use_tqdm=False)
             num_preemptions = llm.llm_engine.scheduler.num_preemptions
         return [completion.sequences[0].token_ids for completion in completions], num_preemptions
 
     expected, _ = tokens()
     assert tokens(zero_overhead_scheduling=False)[0] == expected
-    preempted, num_preemptions = tokens(num_gpu_blocks_override=24, block_size=2)
+    preempted, num_preemptions = tokens(num_gpu_blocks_override=16, block_size=2)
     assert num_preemptions > 0
     assert preempted == expected
 
