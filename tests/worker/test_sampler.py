@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 from deepinfer_backend.sampling_params import SamplingParams
-from deepinfer_backend.worker.sampler import SampledBatch, SamplingBatch, processed_logits, sample_batch
+from deepinfer_backend.worker.sampler import NO_TOKEN, SampledBatch, SamplingBatch, processed_logits, sample_batch
 from tests.worker.sampling_cases import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -242,14 +242,15 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
         assert kept.nonzero()[:, 1].tolist() == list(range(80))
 
 
-def test_row_in_which_nothing_is_allowed_gives_a_token_and_leaves_the_others_alone() -> None:
+def test_row_in_which_nothing_is_allowed_has_no_token_and_leaves_the_others_alone() -> None:
     nothing = Case(SamplingParams(allowed_token_ids=[5]), bad_words=[[5]])
     greedy = Case(SamplingParams(temperature=0.0, allowed_token_ids=[5]), bad_words=[[5]])
     rng = np.random.default_rng(8)
     cases = [nothing, Case(SamplingParams(top_p=0.9, top_k=3, min_p=0.1)), greedy, Case()]
     logits, uniforms = random_logits(rng, 4), rng.random(4)
     tokens = sample_batch(logits.clone(), batch_of(cases, uniforms)).token_ids
-    assert all(0 <= token_id < VOCAB_SIZE for token_id in tokens.tolist())
+    assert (tokens[[0, 2]] == NO_TOKEN).all()
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in tokens[[1, 3]].tolist())
     for row in (1, 3):
         alone = sample_batch(logits[row : row + 1].clone(), batch_of([cases[row]], uniforms[row : row + 1]))
         assert int(alone.token_ids) == int(tokens[row])
