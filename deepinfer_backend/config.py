@@ -6,14 +6,13 @@ Names are vLLM's wherever the meaning is the same, so that a `model.json` of Tri
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deepinfer_backend.errors import ConfigError
-from deepinfer_backend.validation import describe_validation_error
+from deepinfer_backend.validation import describe_validation_error, object_from_text
 
 
 def _zero_overhead_scheduling_from_environment() -> bool:
@@ -111,13 +110,7 @@ class EngineConfig(BaseModel):
     @field_validator("lora_modules", mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
-        """The command line has strings only."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError('must be a JSON object such as {"name": "folder"}') from None
+        return object_from_text(value)
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -6,7 +6,6 @@ What a request may cost (how many sequences, logprobs, biases …) is limited by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from pydantic import (
 )
 
 from deepinfer_backend.errors import InvalidRequestError
-from deepinfer_backend.validation import describe_validation_error
+from deepinfer_backend.validation import describe_validation_error, object_from_text
 
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_STOP_STRING_CHARS = 1_024
@@ -189,13 +188,7 @@ class SamplingParams(BaseModel):
     @field_validator("structured_outputs", "logit_bias", mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
-        """Triton's request parameters and the command line hold strings, numbers and booleans only."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError("must be a JSON object") from None
+        return object_from_text(value)
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -36,6 +38,20 @@ _REASONS = {
     "string_unicode": "must be valid Unicode",  # JSON's \\ud800 is half a character; no text ever contains it
     "list_type": "must be a list",
 }
+
+
+def object_from_text(value: Any) -> Any:
+    """An object may also come as JSON: the command line and Triton's request parameters have no objects.
+
+    Raises:
+        ValueError: it is a string, and not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError("must be a JSON object") from None
 
 
 def describe_validation_error(error: ValidationError, known_fields: Iterable[str]) -> str:

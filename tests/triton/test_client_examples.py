@@ -49,6 +49,13 @@ def test_http_generate(server: TritonServer) -> None:
     assert at_once.strip() and at_once.strip() == streamed.strip()
 
 
+def test_http_chat(server: TritonServer) -> None:
+    printed = example("http_chat.py", "--url", f"http://localhost:{server.http_port}")
+    text, _, ending = printed.partition(" [")
+    assert json.loads(text).keys() == {"answer", "is_certain"}
+    assert ending.startswith("stop, ")
+
+
 def test_curl(server: TritonServer) -> None:
     printed = run("sh", str(EXAMPLES / "curl.sh"), f"http://localhost:{server.http_port}")
     first, *events = [line for line in printed.splitlines() if line]
