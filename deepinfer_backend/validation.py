@@ -38,6 +38,8 @@ _REASONS = {
     "string_unicode": "must be valid Unicode",  # JSON's \\ud800 is half a character; no text ever contains it
     "list_type": "must be a list",
 }
+# How pydantic names the branch of a union, and the key of an entry.
+_PYDANTICS_OWN_PARTS = frozenset({"[key]", "bool", "str", "dict[str,any]", "literal['never']"})
 
 
 def object_from_text(value: Any) -> Any:
@@ -57,7 +59,7 @@ def object_from_text(value: Any) -> Any:
 def describe_validation_error(error: ValidationError, known_fields: Iterable[str]) -> str:
     """What is wrong with the first offending field, for example "temperature is -1: must be at least 0"."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(str(part) for part in first["loc"] if part not in _PYDANTICS_OWN_PARTS)
     if first["type"] == "extra_forbidden":
         return f"unknown field {shown(field)}{nearest_name(field, known_fields)}"
     # What a validator of ours says about several fields names them itself.

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -220,7 +221,9 @@ class ChildEngineClient:
                 return
             self._is_closed = True
             if self._process.poll() is None:
-                self._requests.send(encode(Shutdown()), zmq.NOBLOCK)
+                # One that failed has let go of the socket, and is about to end by itself.
+                with suppress(zmq.Again):
+                    self._requests.send(encode(Shutdown()), zmq.NOBLOCK)
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import zmq
@@ -39,6 +42,8 @@ from deepinfer_backend.worker.worker import NO_HANDLES
 
 logger = logging.getLogger(__name__)
 
+_MAX_SILENCE_S = 0.25
+
 
 class EngineLoop:
     """Takes requests in, steps while there is work, flushes when drained, sleeps when idle."""
@@ -54,6 +59,7 @@ class EngineLoop:
         self._requests = requests
         self._outputs = outputs
         self._stats_line = StatsLine(stats_interval_s)
+        self._last_report_s = 0.0
         self._is_shut_down = False
 
     def run(self) -> None:
@@ -67,8 +73,10 @@ class EngineLoop:
             is_drained = not engine.has_unfinished_requests()
             handles = engine.flush_inflight_reqs() if is_drained else engine.step()
             results = engine.take_results()
-            # Told also without outputs when drained: the frontend's gauges must not stay where work left them.
-            if len(handles) or results or is_drained:
+            # Told also without outputs: the frontend's gauges must not stay where work left them, and there are steps
+            # without any for a long time (beam search, a prompt in chunks, a grammar that is compiled).
+            is_silent = time.monotonic() - self._last_report_s > _MAX_SILENCE_S
+            if len(handles) or results or is_drained or is_silent:
                 self._report(results, handles)
 
     def _take_in(self, *, wait: bool) -> None:
@@ -108,6 +116,7 @@ class EngineLoop:
             self._report([RequestFailed(message.request_id, error.word, error.message)], NO_HANDLES)
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
+        self._last_report_s = time.monotonic()
         stats = self._engine.stats()
         self._send(StepOutputs(results, self._engine.request_output_pool.pack(handles), stats))
         self._stats_line.update(stats, self._engine.timers)
@@ -116,16 +125,23 @@ class EngineLoop:
         self._outputs.send(encode(message))
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the parent does: its end of our standard input closes then."""
+def _end_with_parent(sockets_folder: Path) -> None:
+    """Ends this process when the parent does: its end of our standard input closes then.
+
+    A parent that was killed has left the folder of its sockets behind.
+    """
     sys.stdin.buffer.read()
+    shutil.rmtree(sockets_folder, ignore_errors=True)
     os._exit(1)
 
 
 def main() -> int:
     requests_address, outputs_address = sys.argv[1:]
     config = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, name="deepinfer-parent-watch", daemon=True).start()
+    sockets_folder = Path(requests_address.removeprefix("ipc://")).parent
+    threading.Thread(
+        target=_end_with_parent, args=(sockets_folder,), name="deepinfer-parent-watch", daemon=True
+    ).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
     context = zmq.Context()
     requests: zmq.Socket[bytes] = context.socket(zmq.PULL)

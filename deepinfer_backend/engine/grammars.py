@@ -40,7 +40,7 @@ Result: TypeAlias = CompiledGrammar | DeepInferError
 
 # Time of the processor for one token. Most take a hundredth of a millisecond; with a grammar that has many readings of
 # the same text, it grows with the cube of the text's length.
-_MAX_TOKEN_TIME_S = 0.1
+_MAX_TOKEN_TIME_S = 0.5
 _CACHE_BYTES = 64 * 2**20
 _START_TIMEOUT_S = 120.0
 # The compiler keeps the time limit itself; this is for when it does not.

@@ -268,7 +268,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         return EngineStats(
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._waiting_for_grammar),
             num_running=scheduler.num_running + scheduler.num_prompted,
             num_blocks=scheduler.num_blocks,
             num_used_blocks=scheduler.num_used_blocks,

@@ -185,7 +185,9 @@ class TrackedRequests:
         self._failed_ids.add(request_id)
         # The outputs of this step are not built yet: what was sampled does not come out.
         self._scheduler.abort_request(request_id)
-        self._results.append(_no_token_left(self._requests[seq_id]))
+        state = self._states.get(seq_id)
+        message = (state and state.failure_reason) or _no_token_left(self._requests[seq_id])
+        self._results.append(RequestFailed(request_id, InvalidRequestError.word, message))
 
     def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
         candidates = result.candidates
@@ -210,7 +212,7 @@ def step_logprobs(result: StepResult) -> StepLogprobs | None:
     )
 
 
-def _no_token_left(request: EngineRequest) -> RequestFailed:
+def _no_token_left(request: EngineRequest) -> str:
     params = request.sampling_params
     fields = [
         name
@@ -223,5 +225,4 @@ def _no_token_left(request: EngineRequest) -> RequestFailed:
         )
         if is_given
     ]
-    error = InvalidRequestError(f"{' and '.join(fields)}: together they leave no token to go on with")
-    return RequestFailed(request.request_id, error.word, error.message)
+    return f"{' and '.join(fields)}: together they leave no token to go on with"

@@ -60,7 +60,7 @@ class SequenceState:
     """One sequence's part of what the sampler remembers: it is as far as the tokens that were appended.
 
     Owns its grammar. `grammar_failed`: the grammar has no way on, or refused a token: the request can't go on, and its
-    rows are no longer masked. Used by the thread that steps the engine.
+    rows are no longer masked; `failure_reason`, if the grammar gave one. Used by the thread that steps the engine.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class SequenceState:
             _check_token_ids(name, token_ids, vocab_size)
         self.grammar = grammar
         self.grammar_failed = False
+        self.failure_reason = ""
         self.allowed = np.array(allowed, dtype=np.int64)
         self.biased = np.array(list(params.logit_bias), dtype=np.int64)
         self.biases = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -205,8 +206,9 @@ class SequenceStates:
             bitmask = np.empty(-(-self._vocab_size // BITS_PER_WORD), dtype=np.int32)
             try:
                 grammar.fill_bitmask(bitmask)
-            except InvalidRequestError:
+            except InvalidRequestError as error:
                 state.grammar_failed = True
+                state.failure_reason = error.message
                 continue
             rows.append(row)
             bitmasks.append(bitmask)

@@ -114,3 +114,14 @@ def test_what_a_grammar_and_other_fields_rule_out_together_fails_that_request_al
         llm.generate(["Answer: "], impossible, use_tqdm=False)
     assert llm.generate(["Answer: "], SamplingParams(max_tokens=2), use_tqdm=False)
     assert llm.llm_engine.scheduler.num_free_blocks == llm.llm_engine.scheduler.num_blocks
+
+
+def test_a_grammar_that_has_no_way_on_says_so(llm: LLM) -> None:
+    endless = SamplingParams(structured_outputs={"grammar": 'root ::= "a" more\nmore ::= more "b"'})
+    with pytest.raises(ValueError, match="structured_outputs cannot be completed"):
+        llm.generate(["Answer: "], endless, use_tqdm=False)
+
+
+def test_a_wide_repetition_is_no_fault(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": ".{1,2000}"}, temperature=1.0, seed=1, max_tokens=12)
+    assert llm.generate(["The sea is"], params, use_tqdm=False) != [""]
