@@ -164,7 +164,7 @@ class TrackedRequests:
     def _take_embeddings(self, batch: SchedulerOutputs, plan: SamplingPlan, result: StepResult) -> None:
         if result.embeddings is None:
             return
-        seq_id_of = dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
+        seq_id_of = _seq_id_by_row(batch)
         for row, values in zip(plan.embedding_rows, result.embeddings.numpy(), strict=True):
             self._results.append(Embedding(self._requests[seq_id_of[row]].request_id, values.tobytes()))
 
@@ -193,9 +193,13 @@ class TrackedRequests:
         candidates = result.candidates
         if candidates is None:
             return []
-        seq_id_of = dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
+        seq_id_of = _seq_id_by_row(batch)
         columns = zip(candidates.rows.tolist(), candidates.token_ids.numpy(), candidates.logprobs.numpy(), strict=True)
         return [self._beams.offer(seq_id_of[row], token_ids, logprobs) for row, token_ids, logprobs in columns]
+
+
+def _seq_id_by_row(batch: SchedulerOutputs) -> dict[int, int]:
+    return dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
 
 
 def step_logprobs(result: StepResult) -> StepLogprobs | None:

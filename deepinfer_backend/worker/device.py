@@ -136,3 +136,19 @@ class CudaStream:
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+def host_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, which the host does not wait for; the tensor itself on CPU."""
+    if device.type == "cpu":
+        return tensor
+    # Pinned memory is not used again before the copy is done: torch's allocator sees to that.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there once the device has passed what was submitted so far; the tensor itself on CPU."""
+    if tensor.device.type == "cpu":
+        return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)

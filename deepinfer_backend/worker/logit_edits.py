@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer_backend.worker.device import host_to_device
+
 BITS_PER_WORD = 32
 _BITS_OF_A_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _EDIT_OF_A_BYTE = torch.from_numpy(np.where(_BITS_OF_A_BYTE, np.float32(0.0), np.float32(-np.inf)))
@@ -112,8 +114,4 @@ class LogitEdits:
 
 
 def _upload(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    # Pinned memory is not used again before the copy is done: torch's allocator sees to that.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return host_to_device(torch.from_numpy(array), device)

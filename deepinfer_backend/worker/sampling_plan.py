@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deepinfer_backend.worker.device import device_to_host, host_to_device
 from deepinfer_backend.worker.logit_edits import LogitEdits
 from deepinfer_backend.worker.logprobs import RowLogprobs
 from deepinfer_backend.worker.sampler import BeamCandidates
@@ -61,18 +62,6 @@ EMPTY_RESULT = StepResult(torch.empty(0, dtype=torch.int32))
 def row_tensor(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:
     """[num_rows] int64 on the device; None where there is none. Does not wait for the device."""
     return host_to_device(torch.tensor(rows), device) if rows else None
-
-
-def host_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def device_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is there once the device has passed what was submitted so far; the tensor itself on CPU."""
-    if tensor.device.type == "cpu":
-        return tensor
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return on_host.copy_(tensor, non_blocking=True)
 
 
 def logprobs_to_host(logprobs: RowLogprobs) -> RowLogprobs:

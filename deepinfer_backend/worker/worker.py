@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deepinfer_backend._core import SchedulerOutputs
 from deepinfer_backend.models.lora import plan_lora
-from deepinfer_backend.worker.device import DeviceStream, Pending
+from deepinfer_backend.worker.device import DeviceStream, Pending, device_to_host, host_to_device
 from deepinfer_backend.worker.logprobs import logprobs_of
 from deepinfer_backend.worker.model_runner import ForwardResult, ModelRunner
 from deepinfer_backend.worker.sampler import SamplingBatch, sample_batch
@@ -21,8 +21,6 @@ from deepinfer_backend.worker.sampling_plan import (
     SamplingPlan,
     StepResult,
     candidates_to_host,
-    device_to_host,
-    host_to_device,
     logprobs_to_host,
     row_tensor,
 )
