@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_backend.errors import ConfigError, shown
+from deepinfer_backend.errors import ConfigError, nearest_name, shown
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "deepinfer"
 
@@ -47,6 +50,7 @@ INPUTS = (
     TensorSpec("tools", "TYPE_STRING", [1]),
     TensorSpec("chat_template_kwargs", "TYPE_STRING", [1]),
     TensorSpec("embedding_request", "TYPE_STRING", [1]),
+    TensorSpec("image", "TYPE_STRING", [-1]),
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
@@ -80,7 +84,7 @@ __all__ = ["TritonPythonModel"]
 
 
 def complete_config(config: Any) -> Any:
-    """Fills what a config.pbtxt leaves out. `config` is Triton's ModelConfig.
+    """Fills what a config.pbtxt leaves out; what it declares keeps its shape. `config` is Triton's ModelConfig.
 
     Raises:
         ValueError: the file asks for something that this model cannot be.
@@ -93,13 +97,27 @@ def complete_config(config: Any) -> Any:
     policy = given.get("model_transaction_policy") or {}
     if policy.get("decoupled") is False and "model_transaction_policy" in given:
         raise ValueError("config.pbtxt: model_transaction_policy.decoupled is false: must be true (or left out)")
+    missing_inputs = _missing_tensors("input", given["input"], INPUTS)
+    missing_outputs = _missing_tensors("output", given["output"], OUTPUTS)
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
-    for spec in INPUTS:
+    for spec in missing_inputs:
         config.add_input({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims, "optional": True})
-    for spec in OUTPUTS:
+    for spec in missing_outputs:
         config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims})
     return config
+
+
+def _missing_tensors(kind: str, declared: list[dict[str, Any]], specs: tuple[TensorSpec, ...]) -> list[TensorSpec]:
+    data_types = {spec.name: spec.data_type for spec in specs}
+    for tensor in declared:
+        name, data_type = tensor["name"], tensor["data_type"]
+        if name not in data_types:
+            raise ValueError(f"config.pbtxt: unknown {kind} {shown(name)}{nearest_name(name, data_types)}")
+        if data_type != data_types[name]:
+            raise ValueError(f"config.pbtxt: {kind} {name} is {data_type}: must be {data_types[name]}")
+    names = {tensor["name"] for tensor in declared}
+    return [spec for spec in specs if spec.name not in names]
 
 
 def check_instances(model_config: Mapping[str, Any]) -> None:
@@ -113,22 +131,48 @@ def check_instances(model_config: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.pbtxt: instance_group count is {count}: must be 1 (the engine batches by itself)")
 
 
-def read_engine_arguments(version_folder: Path) -> dict[str, Any]:
-    """The engine arguments of `model.json`.
+def place_instance(model_config: Mapping[str, Any], kind: str, device_id: str) -> tuple[str, str]:
+    """(kind, device) of an instance: KIND_MODEL with the vLLM backend's GPU_DEVICE_IDS is KIND_GPU on that GPU.
 
     Raises:
-        ConfigError: the file is missing or is not one JSON object.
+        ConfigError: GPU_DEVICE_IDS is not the number of one GPU.
+    """
+    parameter = model_config.get("parameters", {}).get("GPU_DEVICE_IDS", {})
+    named = str(parameter.get("string_value", "")).strip()
+    if kind != "MODEL" or not named:
+        return kind, device_id
+    if not (named.isascii() and named.isdigit()):
+        raise ConfigError(
+            f"config.pbtxt: GPU_DEVICE_IDS is {shown(named)}: must be the number of one GPU (one engine uses one)"
+        )
+    return "GPU", named
+
+
+def read_engine_arguments(version_folder: Path) -> dict[str, Any]:
+    """The engine arguments of `model.json`; none, that is all defaults, where there is no such file.
+
+    Raises:
+        ConfigError: the file is not one JSON object.
     """
     path = version_folder / "model.json"
+    if not path.exists():
+        logger.warning("%s is missing: every engine argument has its default, and the bundled model is served", path)
+        return {}
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: the file cannot be read or is not one JSON object.
+    """
     try:
-        arguments = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing: it holds the engine's arguments; {{}} takes all defaults") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{path} must hold one JSON object, not {shown(arguments)}")
-    return arguments
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold one JSON object, not {shown(content)}")
+    return content
 
 
 def config_pbtxt(name: str) -> str:

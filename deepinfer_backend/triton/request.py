@@ -68,6 +68,8 @@ def parse_request(request: Any, request_id: str, max_message_bytes: int) -> Gene
         InvalidRequestError: the message names the field, the value and the limit.
     """
     tensors = InputTensors(request)
+    if "image" in tensors:
+        raise InvalidRequestError("image is set: must be left out (images are not supported yet)")
     parameters = json.loads(request.parameters() or "{}")
     stream = tensors.bool("stream") or False
     exclude_input = tensors.bool("exclude_input_in_output")

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.triton.model_config import MODEL_PY
 
 WHEEL_PACKAGE = "pytriton"
+WHEEL_LIBRARIES = "nvidia_pytriton.libs"  # beside WHEEL_PACKAGE
 WHEEL_INSTALL = "pip install nvidia-pytriton==0.7.0 setuptools"
+BACKEND_NAME = "deepinfer"
 CONTAINER_SERVER = Path("/opt/tritonserver/bin/tritonserver")
 
 _PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -34,7 +37,7 @@ class ServerLayout:
 def find_server(work_folder: Path) -> ServerLayout:
     """The wheel's server where the wheel is installed, else the machine's own.
 
-    `work_folder` gets the links that the wheel's layout needs and must outlive the server.
+    `work_folder` gets the backends that the wheel's server loads and must outlive the server.
 
     Raises:
         ConfigError: names what is missing, and the command that installs it.
@@ -56,21 +59,35 @@ def _wheel_layout(wheel_folder: Path, work_folder: Path) -> ServerLayout:
     stub = wheel_folder / "python_backend_stubs" / _PYTHON_VERSION / "triton_python_backend_stub"
     if not stub.is_file():
         raise ConfigError(f"the nvidia-pytriton wheel has no stub for Python {_PYTHON_VERSION}: use Python 3.11")
-    backend_folder = work_folder / "backends" / "python"
-    backend_folder.mkdir(parents=True)
-    # Links, not copies: the stub finds its libraries relative to its real place.
-    for path in (stub, *(wheel_folder / "backends" / "python").iterdir()):
-        if path.is_file():
-            (backend_folder / path.name).symlink_to(path)
+    backends = _write_backends(wheel_folder, stub, work_folder)
     return ServerLayout(
         executable,
-        options=[f"--backend-directory={backend_folder.parent}"],
+        options=[f"--backend-directory={backends}"],
         environment={
             "LD_LIBRARY_PATH": _search_path(_libpython_folder(), "LD_LIBRARY_PATH"),
             # The stub takes the first python3 in PATH as its own.
             "PATH": _search_path(Path(sys.prefix) / "bin", "PATH"),
         },
     )
+
+
+def _write_backends(wheel_folder: Path, stub: Path, work_folder: Path) -> Path:
+    """The folder of the backends `python` and `deepinfer`, of which the second is a model.py for the first to run.
+
+    Triton refuses to run it by a library that is a link out of this folder, so that one is a copy, at its depth in the
+    wheel: libraries find each other relative to their place. The stub has to stay at its own, and is linked.
+    """
+    backends = work_folder / wheel_folder.parent.name / wheel_folder.name / "backends"
+    python, deepinfer = backends / "python", backends / BACKEND_NAME
+    for folder in (python, deepinfer):
+        folder.mkdir(parents=True)
+    (work_folder / WHEEL_LIBRARIES).symlink_to(wheel_folder.parents[1] / WHEEL_LIBRARIES)
+    for path in (wheel_folder / "backends" / "python").iterdir():
+        if path.is_file():
+            shutil.copyfile(path, python / path.name)
+    (python / stub.name).symlink_to(stub)
+    (deepinfer / "model.py").write_text(MODEL_PY, encoding="utf-8")
+    return backends
 
 
 def _libpython_folder() -> Path:

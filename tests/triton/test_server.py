@@ -11,6 +11,7 @@ from deepinfer_backend.triton import server_layout
 from deepinfer_backend.triton.model_config import (
     check_instances,
     complete_config,
+    place_instance,
     read_engine_arguments,
     write_model_repository,
 )
@@ -40,9 +41,11 @@ def test_a_model_json_that_is_no_object_is_refused(tmp_path: Path, text: str) ->
         read_engine_arguments(tmp_path)
 
 
-def test_a_missing_model_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.json is missing"):
-        read_engine_arguments(tmp_path)
+def test_without_a_model_json_all_arguments_have_their_defaults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_engine_arguments(tmp_path) == {}
+    assert "model.json is missing" in caplog.text
 
 
 def test_more_than_one_instance_is_refused() -> None:
@@ -51,11 +54,32 @@ def test_more_than_one_instance_is_refused() -> None:
         check_instances({"instance_group": [{"count": 2}]})
 
 
+@pytest.mark.parametrize(
+    ("kind", "parameters", "expected"),
+    [
+        ("MODEL", {"GPU_DEVICE_IDS": {"string_value": " 3 "}}, ("GPU", "3")),
+        ("MODEL", {"REPORT_CUSTOM_METRICS": {"string_value": "true"}}, ("MODEL", "0")),
+        ("GPU", {"GPU_DEVICE_IDS": {"string_value": "3"}}, ("GPU", "0")),
+        ("CPU", {}, ("CPU", "0")),
+    ],
+)
+def test_the_vllm_backends_parameter_names_the_gpu(
+    kind: str, parameters: dict[str, object], expected: tuple[str, str]
+) -> None:
+    assert place_instance({"parameters": parameters}, kind, "0") == expected
+
+
+@pytest.mark.parametrize("ids", ["0,1", "-1", "a"])
+def test_more_than_one_gpu_is_refused(ids: str) -> None:
+    with pytest.raises(ConfigError, match=r"GPU_DEVICE_IDS is .*: must be the number of one GPU"):
+        place_instance({"parameters": {"GPU_DEVICE_IDS": {"string_value": ids}}}, "MODEL", "0")
+
+
 class _Config:
     """Triton's ModelConfig, as far as a refusal needs it."""
 
     def __init__(self, **fields: object) -> None:
-        self._fields = {"max_batch_size": 0, **fields}
+        self._fields = {"max_batch_size": 0, "input": [], "output": [], **fields}
 
     def as_dict(self) -> dict[str, object]:
         return self._fields
@@ -66,6 +90,11 @@ class _Config:
     [
         ({"max_batch_size": 8}, "max_batch_size is 8: must be 0"),
         ({"model_transaction_policy": {"decoupled": False}}, "decoupled is false: must be true"),
+        (
+            {"input": [{"name": "text_input", "data_type": "TYPE_INT8"}]},
+            "input text_input is TYPE_INT8: must be TYPE_S",
+        ),
+        ({"output": [{"name": "text_out", "data_type": "TYPE_STRING"}]}, "unknown output 'text_out' .*'text_output'"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
