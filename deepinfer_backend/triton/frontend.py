@@ -75,7 +75,11 @@ class Frontend:
             self._metrics.record_latency,
         )
         self._watcher = Watcher(
-            self._responder, self._metrics, ShutdownSignal.from_environment(), drain_timeout_s(), self._on_draining
+            self._responder,
+            self._metrics,
+            ShutdownSignal.from_environment(model_name, model_version, self.is_available),
+            drain_timeout_s(),
+            self._on_draining,
         )
         self._input_thread = threading.Thread(target=self._process_inputs, name="deepinfer-input", daemon=True)
         for part in (self._responder, self._supervisor, self._watcher, self._input_thread):

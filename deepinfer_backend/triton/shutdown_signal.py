@@ -1,8 +1,11 @@
-"""How the frontend learns that its server is shutting down, or is dead, which Triton tells no model.
+"""How a frontend learns that its server shuts down or unloads its model, which Triton tells no model.
 
 The launcher makes a file whose path travels in the environment, before it passes SIGTERM on. For a server that was
 started without our launcher there are signs (measured on 2.51): with no HTTP request running it closes its HTTP
 listener at once; with one running the listener stays, and closes every new connection without an answer.
+
+An unload waits for the running requests and takes no new ones; the model's own readiness, asked for over HTTP like
+any client's, is false from its first moment. A server without HTTP, or whose readiness needs a key, gives no sign.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from urllib.parse import quote
 
 from deepinfer_backend.triton.listeners import Listener, find_listeners
 
@@ -24,60 +29,127 @@ DEFAULT_DRAIN_TIMEOUT_S = 6.0
 _LISTENER_INTERVAL_S = 0.5
 _NUM_SIGNS_NEEDED = 2  # in a row: one may be chance, and a server that drains by mistake serves nobody
 _PROBE_TIMEOUT_S = 1.0
-_HTTP = b"HTTP/"
-_PROBE = b"GET /v2/health/live HTTP/1.0\r\n\r\n"
+_READY_STATUS = (b"HTTP/1.0 200", b"HTTP/1.1 200")
+
+
+class Ending(Enum):
+    """What comes to an end; the value is what a request that it cuts off is told."""
+
+    NOTHING = ""
+    MODEL = "the model is being unloaded"
+    SERVER = "the server is shutting down"
 
 
 class ShutdownSignal:
-    """Watches for all signs; `is_set` is cheap enough for every round of the watcher, which alone calls it."""
+    """Watches for all signs; `look` is cheap enough for every round of the watcher, which alone calls it."""
 
-    def __init__(self, server_pid: int, drain_file: Path | None) -> None:
+    def __init__(
+        self,
+        server_pid: int,
+        drain_file: Path | None,
+        *,
+        model_name: str,
+        model_version: str,
+        is_available: Callable[[], bool],
+    ) -> None:
+        """`is_available`: whether the model says of itself that it is; newer Tritons ask it for its readiness."""
         self._server_pid = server_pid
         self._drain_file = drain_file
+        path = f"/v2/models/{quote(model_name, safe='')}/versions/{quote(model_version, safe='')}/ready"
+        self._probe_request = f"GET {path} HTTP/1.0\r\n\r\n".encode()
+        self._is_available = is_available
         self._listeners: set[Listener] = set()
         self._http_listeners: set[Listener] = set()  # those that answered a probe once
+        self._ready_listeners: set[Listener] = set()  # those that said once that the model is ready
+        self._last_sign = Ending.NOTHING
         self._num_signs = 0
         self._next_check_s = 0.0
-        self._is_set = False
+        self._ending = Ending.NOTHING
+        self._ending_since_s = 0.0
 
     @classmethod
-    def from_environment(cls) -> ShutdownSignal:
+    def from_environment(cls, model_name: str, model_version: str, is_available: Callable[[], bool]) -> ShutdownSignal:
         path = os.environ.get(DRAIN_FILE_VARIABLE)
-        return cls(os.getppid(), Path(path) if path else None)
+        return cls(
+            os.getppid(),
+            Path(path) if path else None,
+            model_name=model_name,
+            model_version=model_version,
+            is_available=is_available,
+        )
 
-    def is_set(self, *, is_busy: bool) -> bool:
-        """Stays true once it was. `is_busy`: requests are running, so that it matters how soon we know."""
-        if not self._is_set:
-            self._is_set = self._drain_file_exists() or self._is_closing(is_busy)
-        return self._is_set
+    def look(self, last_arrival_s: float | None) -> Ending:
+        """Once SERVER, always SERVER. MODEL is taken back when a request arrives after it: an unload takes none.
+
+        last_arrival_s: when the latest of the running requests came (time.monotonic); None when none runs, so that
+            it matters less how soon we know.
+        """
+        if self._ending is Ending.SERVER:
+            return self._ending
+        if self._drain_file_exists():
+            self._ending = Ending.SERVER
+            return self._ending
+        if self._ending is Ending.MODEL and last_arrival_s is not None and last_arrival_s > self._ending_since_s:
+            self._ending, self._num_signs = Ending.NOTHING, 0
+        self._look_at_server(is_busy=last_arrival_s is not None)
+        return self._ending
 
     def _drain_file_exists(self) -> bool:
         return self._drain_file is not None and self._drain_file.exists()
 
-    def _is_closing(self, is_busy: bool) -> bool:
+    def _look_at_server(self, *, is_busy: bool) -> None:
         now_s = time.monotonic()
         if now_s < self._next_check_s:
-            return False
+            return
         self._next_check_s = now_s + _LISTENER_INTERVAL_S
-        self._num_signs = self._num_signs + 1 if self._see_sign(is_busy) else 0
-        return self._num_signs >= _NUM_SIGNS_NEEDED
+        sign = self._find_sign(is_busy)
+        self._num_signs = self._num_signs + 1 if sign is self._last_sign else 1
+        self._last_sign = sign
+        # Readiness that comes back is that of the model's next load.
+        if sign is not Ending.NOTHING and sign is not self._ending and self._num_signs >= _NUM_SIGNS_NEEDED:
+            self._ending, self._ending_since_s = sign, now_s
 
-    def _see_sign(self, is_busy: bool) -> bool:
+    def _find_sign(self, is_busy: bool) -> Ending:
         try:
             listeners = find_listeners(self._server_pid)
         except OSError:
-            return False  # not ours to look at: only the file tells
+            return Ending.NOTHING  # not ours to look at: only the file tells
         if not self._listeners <= listeners:
-            return True
+            return Ending.SERVER
         # The endpoints open one after the other, once all models are loaded: there may be more each time.
         self._listeners = listeners
-        for listener in listeners if is_busy else ():
-            answer = _probe(listener)
-            if answer is _Answer.HTTP:
+        sign = Ending.NOTHING
+        # An idle model asks until it knows whom to ask: its first request may still run when it is unloaded.
+        for listener in listeners if is_busy or not self._ready_listeners else ():
+            was_available = self._is_available()
+            answer = self._probe(listener)
+            if answer is _Answer.CLOSED and listener in self._http_listeners:
+                return Ending.SERVER
+            if answer in (_Answer.READY, _Answer.NOT_READY):
                 self._http_listeners.add(listener)
-            elif answer is _Answer.CLOSED and listener in self._http_listeners:
-                return True
-        return False
+            if answer is _Answer.READY:
+                self._ready_listeners.add(listener)
+            # A model whose engine is restarting is not ready by its own word.
+            is_told_apart = listener in self._ready_listeners and was_available and self._is_available()
+            if answer is _Answer.NOT_READY and is_told_apart:
+                sign = Ending.MODEL
+        return sign
+
+    def _probe(self, listener: Listener) -> _Answer:
+        try:
+            with socket.create_connection((listener.host, listener.port), _PROBE_TIMEOUT_S) as connection:
+                connection.sendall(self._probe_request)
+                with connection.makefile("rb") as stream:
+                    answer = stream.read(len(_READY_STATUS[0]))
+        except ConnectionError:
+            return _Answer.CLOSED
+        except OSError:
+            return _Answer.OTHER
+        if not answer:
+            return _Answer.CLOSED
+        if not answer.startswith(b"HTTP/"):
+            return _Answer.OTHER
+        return _Answer.READY if answer in _READY_STATUS else _Answer.NOT_READY
 
 
 def drain_timeout_s() -> float:
@@ -100,20 +172,7 @@ def end_with_server() -> None:
 
 
 class _Answer(Enum):
-    HTTP = "http"
+    READY = "ready"
+    NOT_READY = "not ready"  # or not ours to know
     CLOSED = "closed"  # the connection, without a byte
     OTHER = "other"  # another protocol, too slow, or an error of ours
-
-
-def _probe(listener: Listener) -> _Answer:
-    try:
-        with socket.create_connection((listener.host, listener.port), _PROBE_TIMEOUT_S) as connection:
-            connection.sendall(_PROBE)
-            answer = connection.recv(len(_HTTP))
-    except ConnectionError:
-        return _Answer.CLOSED
-    except OSError:
-        return _Answer.OTHER
-    if not answer:
-        return _Answer.CLOSED
-    return _Answer.HTTP if answer == _HTTP else _Answer.OTHER

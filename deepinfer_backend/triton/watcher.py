@@ -1,8 +1,9 @@
-"""The watcher: sees cancellation, deadlines and the server's shutdown, and publishes metrics."""
+"""The watcher: sees cancellation, deadlines, an unload and the server's shutdown, and publishes metrics."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from deepinfer_backend.errors import RequestCancelledError, UnavailableError
 from deepinfer_backend.triton.metrics import ModelMetrics
 from deepinfer_backend.triton.responder import Responder
-from deepinfer_backend.triton.shutdown_signal import ShutdownSignal
+from deepinfer_backend.triton.shutdown_signal import Ending, ShutdownSignal
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Watcher:
         self._shutdown_signal = shutdown_signal
         self._drain_timeout_s = drain_timeout_s
         self._on_draining = on_draining
-        self._drain_deadline_s: float | None = None
+        self._ending = Ending.NOTHING
+        self._drain_deadline_s = math.inf
         self._next_metrics_s = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deepinfer-watcher", daemon=True)
@@ -49,7 +51,7 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._stopping.wait(WATCH_INTERVAL_S):
-            for look in (self._look_at_streams, self._look_for_shutdown, self._publish_metrics):
+            for look in (self._look_at_streams, self._look_for_ending, self._publish_metrics):
                 try:
                     look()
                 except Exception:
@@ -65,14 +67,25 @@ class Watcher:
                     stream.request_id, RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer")
                 )
 
-    def _look_for_shutdown(self) -> None:
-        if self._drain_deadline_s is None:
-            if self._shutdown_signal.is_set(is_busy=bool(self._responder.open_streams())):
-                logger.info("the server shuts down: running requests get %g s", self._drain_timeout_s)
-                self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
-                self._on_draining()
-        elif time.monotonic() > self._drain_deadline_s:
-            self._responder.fail_all(UnavailableError("the server is shutting down"))
+    def _look_for_ending(self) -> None:
+        streams = self._responder.open_streams()
+        ending = self._shutdown_signal.look(max((stream.arrival_s for stream in streams), default=None))
+        if ending is not self._ending:
+            self._begin(ending)
+        if streams and time.monotonic() > self._drain_deadline_s:
+            self._responder.fail_all(UnavailableError(ending.value))
+
+    def _begin(self, ending: Ending) -> None:
+        previous, self._ending = self._ending, ending
+        if ending is Ending.NOTHING:
+            logger.warning("the model was not unloaded after all: running requests go on")
+            self._drain_deadline_s = math.inf
+            return
+        logger.info("%s: running requests get %g s", ending.value, self._drain_timeout_s)
+        if previous is Ending.NOTHING:
+            self._drain_deadline_s = time.monotonic() + self._drain_timeout_s
+        if ending is Ending.SERVER:
+            self._on_draining()  # of an unloaded model Triton itself refuses new requests
 
     def _publish_metrics(self) -> None:
         if time.monotonic() >= self._next_metrics_s:
