@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -24,7 +24,6 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import (
     ConfigError,
     DeepInferError,
-    EngineError,
     InvalidRequestError,
     UnsupportedModelError,
     shown,
@@ -52,6 +51,12 @@ app = typer.Typer(
 Port = Annotated[int, typer.Option(min=1, max=65535)]
 
 
+class _Ports(NamedTuple):
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+
 def main() -> None:
     """The console script."""
     sys.exit(_run(sys.argv[1:]))
@@ -69,16 +74,36 @@ def serve(
             "given several times. (default: the bundled model, named deepinfer)",
         ),
     ] = None,
+    model_repository: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Serve this model repository as it stands, instead of --model and the engine arguments, which are "
+            "in its own files.",
+        ),
+    ] = None,
     http_port: Port = 8000,
     grpc_port: Port = 8001,
     metrics_port: Port = 8002,
 ) -> None:
-    """Starts Triton with one or several models and stays until SIGTERM or Ctrl-C."""
+    """Starts Triton with one or several models and stays until SIGTERM or Ctrl-C.
+
+    When Triton or a model's process dies, it is started again: --max-engine-restarts times in ten minutes.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ports = _Ports(http_port, grpc_port, metrics_port)
+    if model_repository is not None:
+        given = [*(["model"] if model else []), *engine_args]
+        model_repository = _check_model_repository(model_repository.expanduser().absolute(), given)
+        _check_ports(ports)
+        with _ended_by_signals():
+            greeting = f"{model_repository} ready:\n{_addresses(ports)}"
+            _serve_repository(model_repository, ports, EngineConfig().max_engine_restarts, greeting)
+        return
     models = parse_models(model or [])
     # All checks and all long work come before the server, where a terminal shows their errors and their progress.
     configs = {name: EngineConfig(model=path, **engine_args) for name, path in models.items()}
-    _check_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
+    _check_ports(ports)
 
     from deepinfer_backend.models.loader import resolve_model
 
@@ -87,18 +112,11 @@ def serve(
         name: {**config.model_dump(mode="json", exclude_unset=True), "model": str(folders[name])}
         for name, config in configs.items()
     }
-    from deepinfer_backend.triton.server import TritonServer
-
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="deepinfer-models-") as repository:
-        write_model_repository(Path(repository), arguments)
-        with TritonServer(
-            Path(repository), http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
-        ) as server:
-            server.wait_ready(_READY_TIMEOUT_S)
-            _print_addresses(list(models), http_port, grpc_port, metrics_port)
-            while (status := server.wait(timeout_s=3600.0)) is None:
-                pass
-            raise EngineError(f"tritonserver ended by itself, with status {status}")
+    max_restarts = next(iter(configs.values())).max_engine_restarts
+    greeting = f"{', '.join(models)} ready:\n{_addresses(ports)}\n{_example(next(iter(models)), http_port)}"
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="deepinfer-models-") as folder:
+        write_model_repository(Path(folder), arguments)
+        _serve_repository(Path(folder), ports, max_restarts, greeting)
 
 
 @app.command()
@@ -190,11 +208,43 @@ def parse_models(values: list[str]) -> dict[str, str | None]:
     return models or {DEFAULT_MODEL_NAME: None}
 
 
-def _check_ports(**ports: int) -> None:
+def _check_model_repository(folder: Path, given: list[str]) -> Path:
+    """`given`: the options that say what a repository's own files say.
+
+    Raises:
+        ConfigError: an option was given, or `folder` is not a model repository.
+    """
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(
+            f"{options} cannot be used with --model-repository: a model's arguments are in its model.json"
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"model_repository is {shown(str(folder))}: there is no such folder")
+    if (folder / "config.pbtxt").exists() or not any(each.is_dir() for each in folder.iterdir()):
+        raise ConfigError(
+            f"model_repository is {shown(str(folder))}: must be a folder that has a folder for each model"
+        )
+    return folder
+
+
+def _serve_repository(folder: Path, ports: _Ports, max_restarts: int, greeting: str) -> NoReturn:
+    """Until a signal; raises EngineError when the server cannot start or has died too often."""
+    from deepinfer_backend.triton.server import TritonServer
+    from deepinfer_backend.triton.server_supervisor import ServerSupervisor
+
+    with TritonServer(folder, **ports._asdict()) as server:
+        server.wait_ready(_READY_TIMEOUT_S)
+        print(f"\n{greeting}\nCtrl-C ends it.\n", flush=True)
+        ServerSupervisor(server, max_restarts=max_restarts, ready_timeout_s=_READY_TIMEOUT_S).run()
+
+
+def _check_ports(ports: _Ports) -> None:
     """Triton would say so too, far down in its log."""
-    if len(set(ports.values())) != len(ports):
-        raise ConfigError(f"the ports must differ: {', '.join(f'{name} {port}' for name, port in ports.items())}")
-    for name, port in ports.items():
+    named = ports._asdict()
+    if len(set(ports)) != len(ports):
+        raise ConfigError(f"the ports must differ: {', '.join(f'{name} {port}' for name, port in named.items())}")
+    for name, port in named.items():
         with socket.socket() as probe:
             # As the server will do: else a connection of a server that has just ended counts as "in use".
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,20 +279,16 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _print_addresses(names: list[str], http_port: int, grpc_port: int, metrics_port: int) -> None:
+def _addresses(ports: _Ports) -> str:
+    return f"""\
+  HTTP     http://localhost:{ports.http_port}
+  gRPC     localhost:{ports.grpc_port}
+  metrics  http://localhost:{ports.metrics_port}/metrics"""
+
+
+def _example(model: str, http_port: int) -> str:
     body = '{"text_input": "The capital of France is", "max_tokens": 16, "temperature": 0}'
-    print(
-        f"""
-{", ".join(names)} ready:
-  HTTP     http://localhost:{http_port}
-  gRPC     localhost:{grpc_port}
-  metrics  http://localhost:{metrics_port}/metrics
-Try:
-  curl -s localhost:{http_port}/v2/models/{names[0]}/generate -d '{body}'
-Ctrl-C ends it.
-""",
-        flush=True,
-    )
+    return f"Try:\n  curl -s localhost:{http_port}/v2/models/{model}/generate -d '{body}'"
 
 
 def _run(arguments: list[str]) -> int:

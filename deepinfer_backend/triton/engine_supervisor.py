@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -13,10 +11,10 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest
 from deepinfer_backend.errors import EngineDeadError, UnavailableError
+from deepinfer_backend.triton.restart_budget import RESTART_WINDOW_S, RestartBudget
 
 logger = logging.getLogger(__name__)
 
-RESTART_WINDOW_S = 600.0
 _FIRST_RETRY_DELAY_S = 0.5
 _MAX_RETRY_DELAY_S = 30.0
 _POLL_TIMEOUT_S = 0.2
@@ -53,7 +51,7 @@ class EngineSupervisor:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_failed = on_failed
-        self._restart_times_s: deque[float] = deque()
+        self._restart_budget = RestartBudget(config.max_engine_restarts)
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards _client, _state and info
         self._client = start_engine(config)
@@ -133,10 +131,12 @@ class EngineSupervisor:
         self._client.close()
         delay_s = 0.0
         while not self._stopping.wait(delay_s):
-            if not self._may_restart():
+            if not self._restart_budget.take():
                 with self._lock:
                     self._state = EngineState.FAILED
-                logger.error("giving up: %d engine restarts within %.0f s", *self._restart_budget())
+                logger.error(
+                    "giving up: %d engine restarts within %.0f s", self._restart_budget.max_restarts, RESTART_WINDOW_S
+                )
                 self._on_failed()
                 return False
             try:
@@ -150,18 +150,6 @@ class EngineSupervisor:
             logger.warning("a new engine is running")
             return True
         return False
-
-    def _may_restart(self) -> bool:
-        now_s = time.monotonic()
-        while self._restart_times_s and now_s - self._restart_times_s[0] > RESTART_WINDOW_S:
-            self._restart_times_s.popleft()
-        if len(self._restart_times_s) >= self._config.max_engine_restarts:
-            return False
-        self._restart_times_s.append(now_s)
-        return True
-
-    def _restart_budget(self) -> tuple[int, float]:
-        return self._config.max_engine_restarts, RESTART_WINDOW_S
 
 
 _UNAVAILABLE_BECAUSE = {

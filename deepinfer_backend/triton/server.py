@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from deepinfer_backend.errors import EngineError, UnavailableError
+from deepinfer_backend.triton.frontend_registry import FRONTENDS_FOLDER_VARIABLE, DeadFrontend, find_dead_frontends
 from deepinfer_backend.triton.server_layout import find_server
 from deepinfer_backend.triton.shutdown_signal import (
     DEFAULT_DRAIN_TIMEOUT_S,
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # After the drain: the last FINALs, then the engine, which closes within 5 s.
 _CLOSE_TIME_S = 6.0
+# Stubs and engines end by themselves when their server has, and take their folders with them.
+_KILLED_TIME_S = 2.0
 _POLL_INTERVAL_S = 0.05
 _HTTP_TIMEOUT_S = 2.0
 _NUM_LOG_LINES_SHOWN = 30
@@ -79,6 +82,7 @@ class TritonServer:
         self._shm_prefix = f"deepinfer{os.getpid()}x{secrets.token_hex(4)}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._work_folder: Path | None = None
+        self._was_ready = False
 
     @property
     def pid(self) -> int:
@@ -88,11 +92,15 @@ class TritonServer:
     def start(self) -> None:
         """Returns at once; see `wait_ready`. The server ends when the thread that calls this does.
 
+        One that was stopped or killed may be started again, on the same ports.
+
         Raises:
             ConfigError: names what is missing on this machine, and the command that installs it.
         """
-        assert self._process is None, "the server was started already"
+        assert self._work_folder is None, "the server was started already"
         self._work_folder = Path(tempfile.mkdtemp(prefix="deepinfer-server-"))
+        self._frontends_folder.mkdir()
+        self._was_ready = False
         try:
             layout = find_server(self._work_folder)
             environment = {
@@ -101,6 +109,7 @@ class TritonServer:
                 **self._environment,
                 DRAIN_FILE_VARIABLE: str(self._work_folder / "drain"),
                 DRAIN_TIMEOUT_VARIABLE: str(self._drain_timeout_s),
+                FRONTENDS_FOLDER_VARIABLE: str(self._frontends_folder),
             }
             command = [*_end_with_parent(), str(layout.executable), *layout.options, *self._options()]
             with _open_log(self.log_file) as log:
@@ -129,7 +138,9 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """Whether the server and all its models say so; whether they generate is what `deepinfer check` tells."""
-        return self._answers("/v2/health/ready")
+        is_ready = self._answers("/v2/health/ready")
+        self._was_ready = self._was_ready or is_ready
+        return is_ready
 
     def is_model_ready(self, name: str) -> bool:
         return self._answers(f"/v2/models/{name}/ready")
@@ -149,9 +160,13 @@ class TritonServer:
     def stop(self, timeout_s: float | None = None) -> None:
         """Drains and ends the server; kills what is left after `timeout_s`. Safe to call twice.
 
-        The default leaves running requests `drain_timeout_s`, and everything is gone 8 s after that.
+        The default leaves running requests `drain_timeout_s`, and everything is gone 8 s after that. One that was
+        never ready serves nobody and is killed.
         """
         if self._process is None or self._work_folder is None:
+            return
+        if not self._was_ready:
+            self.kill()
             return
         if timeout_s is None:
             timeout_s = self._exit_timeout_s() + 1.0
@@ -163,10 +178,19 @@ class TritonServer:
                 logger.error("tritonserver did not end within %g s and is killed", timeout_s)
                 self._process.kill()
                 self._process.wait()
-        _kill_session(self._process.pid)
-        for region in _SHM_FOLDER.glob(f"{self._shm_prefix}*"):
-            region.unlink(missing_ok=True)
-        self._remove_files()
+        self._remove_leftovers()
+
+    def kill(self) -> None:
+        """Ends the server at once: every client's connection is closed. Safe to call twice."""
+        if self._process is None or self._work_folder is None:
+            return
+        self._was_ready = False  # a `stop` that interrupts this goes on here
+        self._process.kill()
+        self._process.wait()
+        deadline_s = time.monotonic() + _KILLED_TIME_S
+        while _session_members(self._process.pid) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_INTERVAL_S)
+        self._remove_leftovers()
 
     def __enter__(self) -> Self:
         self.start()
@@ -179,6 +203,10 @@ class TritonServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def dead_frontends(self) -> list[DeadFrontend]:
+        """Processes of our models that crashed; their clients hang for as long as the server runs."""
+        return find_dead_frontends(self._frontends_folder)
 
     def shared_memory_regions(self) -> list[Path]:
         """The server's own regions that exist now."""
@@ -225,6 +253,18 @@ class TritonServer:
             text = log.read().decode("utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip() and not _LOG_NOISE.match(line)]
         return f"; the end of its log ({self.log_file}):\n" + "\n".join(lines[-_NUM_LOG_LINES_SHOWN:])
+
+    @property
+    def _frontends_folder(self) -> Path:
+        assert self._work_folder is not None, "the server does not run"
+        return self._work_folder / "frontends"
+
+    def _remove_leftovers(self) -> None:
+        assert self._process is not None
+        _kill_session(self._process.pid)
+        for region in self.shared_memory_regions():
+            region.unlink(missing_ok=True)
+        self._remove_files()
 
     def _remove_files(self) -> None:
         if self._work_folder is not None:
