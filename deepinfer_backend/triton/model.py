@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_backend.triton.model_config import check_instances, complete_config, read_engine_arguments
+from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend
+from deepinfer_backend.triton.model_config import check_instances, complete_config, place_instance
 
 if TYPE_CHECKING:
     from deepinfer_backend.triton.frontend import Frontend
@@ -25,6 +26,7 @@ class TritonPythonModel:
     """
 
     _frontend: Frontend
+    _entry: FrontendEntry | None
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
@@ -34,16 +36,20 @@ class TritonPythonModel:
         """Blocks until the engine is ready; raises with the engine's own message if it cannot start."""
         _set_up_logging(args["model_name"])
         from deepinfer_backend.triton.start import start_frontend
+        from deepinfer_backend.triton.vllm_arguments import load_engine_arguments
 
-        check_instances(json.loads(args["model_config"]))
-        arguments = read_engine_arguments(Path(args["model_repository"], args["model_version"]))
+        model_config = json.loads(args["model_config"])
+        check_instances(model_config)
+        arguments = load_engine_arguments(Path(args["model_repository"], args["model_version"]))
+        kind, device_id = place_instance(model_config, args["model_instance_kind"], args["model_instance_device_id"])
         self._frontend = start_frontend(
             arguments,
             model_name=args["model_name"],
             model_version=args["model_version"],
-            instance_kind=args["model_instance_kind"],
-            device_id=args["model_instance_device_id"],
+            instance_kind=kind,
+            device_id=device_id,
         )
+        self._entry = register_frontend(args["model_name"])
 
     def execute(self, requests: list[Any]) -> None:
         self._frontend.accept(requests)
@@ -54,6 +60,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._frontend.close()
+        if self._entry is not None:
+            self._entry.remove()
         logger.info("closed")
 
 
