@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # After the drain: the last FINALs, then the engine, which closes within 5 s.
 _CLOSE_TIME_S = 6.0
-# Stubs and engines end by themselves when their server has, and take their folders with them.
-_KILLED_TIME_S = 2.0
 _POLL_INTERVAL_S = 0.05
 _HTTP_TIMEOUT_S = 2.0
 _NUM_LOG_LINES_SHOWN = 30
@@ -110,6 +108,7 @@ class TritonServer:
                 DRAIN_FILE_VARIABLE: str(self._work_folder / "drain"),
                 DRAIN_TIMEOUT_VARIABLE: str(self._drain_timeout_s),
                 FRONTENDS_FOLDER_VARIABLE: str(self._frontends_folder),
+                "TMPDIR": str(self._work_folder),  # what a killed process leaves there goes with it
             }
             command = [*_end_with_parent(), str(layout.executable), *layout.options, *self._options()]
             with _open_log(self.log_file) as log:
@@ -187,9 +186,6 @@ class TritonServer:
         self._was_ready = False  # a `stop` that interrupts this goes on here
         self._process.kill()
         self._process.wait()
-        deadline_s = time.monotonic() + _KILLED_TIME_S
-        while _session_members(self._process.pid) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_INTERVAL_S)
         self._remove_leftovers()
 
     def __enter__(self) -> Self:
