@@ -112,7 +112,7 @@ class EngineConfig(BaseModel):
     def _read_json(cls, value: Any) -> Any:
         return object_from_text(value)
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:

@@ -155,7 +155,7 @@ class SamplingParams(BaseModel):
     )
     lora_name: str | None = Field(None, min_length=1, description="The LoRA adapter to use; none is the base model.")
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:

@@ -59,9 +59,12 @@ def object_from_text(value: Any) -> Any:
 def describe_validation_error(error: ValidationError, known_fields: Iterable[str]) -> str:
     """What is wrong with the first offending field, for example "temperature is -1: must be at least 0"."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"] if part not in _PYDANTICS_OWN_PARTS)
+    # A part may be a key that the client chose: no line breaks, no megabytes.
+    field = ".".join(shown(str(part))[1:-1] for part in first["loc"] if part not in _PYDANTICS_OWN_PARTS)
+    if not field and first["type"] == "string_unicode":
+        return f"unknown field {shown(first['input'])}: {_reason(first)}"
     if first["type"] == "extra_forbidden":
-        return f"unknown field {shown(field)}{nearest_name(field, known_fields)}"
+        return f"unknown field '{field}'{nearest_name(field, known_fields)}"
     # What a validator of ours says about several fields names them itself.
     return f"{field} is {shown(first['input'])}: {_reason(first)}" if field else _reason(first)
 

@@ -110,6 +110,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 UNKNOWN_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 1}, "unknown field 'temprature' (did you mean 'temperature'?)"),
     ({"zzz": 1}, "unknown field 'zzz'"),
+    ({"self": 1}, "unknown field 'self'"),
+    ({"\ud800": 1}, "unknown field '\\ud800': must be valid Unicode"),
+    ({"logit_bias": {"a\nb": 1}}, "logit_bias.a\\nb is 'a\\nb': must be an integer"),
 ]
 ALL_BAD = [*BAD_FIELDS, *UNKNOWN_FIELDS]
 

@@ -20,7 +20,7 @@ from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
 from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
 from deepinfer_backend.triton.metrics import ModelMetrics
-from deepinfer_backend.triton.request import GenerateRequest, new_request_id, parse_request
+from deepinfer_backend.triton.request import GenerateRequest, new_request_id, parse_request, read_utf8
 from deepinfer_backend.triton.responder import Responder
 from deepinfer_backend.triton.response_stream import ResponseStream
 from deepinfer_backend.triton.shutdown_signal import ShutdownSignal, drain_timeout_s
@@ -111,9 +111,9 @@ class Frontend:
 
     def _accept_one(self, request: Any) -> None:
         sender = request.get_response_sender()
-        request_id = "request"
+        request_id = ""
         try:
-            request_id = new_request_id(request.request_id())
+            request_id = new_request_id(read_utf8("id", request.request_id))
             self._check_available()
             generate_request = parse_request(request, request_id, self._max_message_bytes)
         except DeepInferError as error:
@@ -131,6 +131,7 @@ class Frontend:
         self._supervisor.check_available()
 
     def _refuse(self, request_id: str, sender: Any, error: DeepInferError) -> None:
+        request_id = request_id or new_request_id("")  # its own cannot be read
         self._responder.open(ResponseStream(request_id, sender, None))
         self._responder.fail(request_id, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ MAX_ABS_PRIORITY = 2**31 - 1
 # Parameters that belong to Triton and its clients; everything else must be a sampling parameter.
 _PRIORITY = "priority"
 _TIMEOUT = "timeout"  # microseconds, as in Triton's own protocol
-_TRITONS_OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "binary_data_output"})
+_TRITONS_OWN = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"})
 _TRITONS_PREFIX = "triton_"
 
 _PROMPT_INPUTS = ("text_input", "input_ids", "messages", "embedding_request")
@@ -59,6 +59,18 @@ def new_request_id(client_id: str) -> str:
     return f"{escaped or 'request'}#{next(_request_numbers)}"
 
 
+def read_utf8(what: str, read: Callable[[], str]) -> str:
+    """A text of Triton's InferenceRequest. Over HTTP it is whatever bytes the client put there.
+
+    Raises:
+        InvalidRequestError: it is not UTF-8.
+    """
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{what} is not valid UTF-8: {error.reason} at {error.start}") from None
+
+
 def parse_request(request: Any, request_id: str, max_message_bytes: int) -> GenerateRequest:
     """Reads a Triton InferenceRequest.
 
@@ -70,7 +82,7 @@ def parse_request(request: Any, request_id: str, max_message_bytes: int) -> Gene
     tensors = InputTensors(request)
     if "image" in tensors:
         raise InvalidRequestError("image is set: must be left out (images are not supported yet)")
-    parameters = json.loads(request.parameters() or "{}")
+    parameters = json.loads(read_utf8("a parameter", request.parameters) or "{}")
     stream = tensors.bool("stream") or False
     exclude_input = tensors.bool("exclude_input_in_output")
     if stream and exclude_input is False:

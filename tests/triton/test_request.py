@@ -43,9 +43,22 @@ def test_the_tensor_wins_over_the_request_parameter() -> None:
 def test_tritons_own_parameters_are_no_sampling_parameters() -> None:
     request = parse(
         text_input="x",
-        parameters={"priority": 2, "timeout": 1_500_000, "triton_enable_empty_final_response": True, "sequence_id": 1},
+        parameters={
+            "priority": 2,
+            "timeout": 1_500_000,
+            "triton_enable_empty_final_response": True,
+            "sequence_id": 1,
+            "id": "a",
+        },
     )
     assert (request.priority, request.timeout_s) == (2, 1.5)
+
+
+def test_a_parameter_that_is_not_utf_8_is_the_clients_mistake() -> None:
+    request = Request(text_input="x")
+    request.parameters = lambda: b'{"\xff": 1}'.decode()  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequestError, match="not valid UTF-8"):
+        parse_request(request, "id", MAX_MESSAGE_BYTES)
 
 
 def test_a_grpc_timeout_is_a_deadline_too() -> None:
