@@ -24,6 +24,8 @@ COPY pyproject.toml CMakeLists.txt README.md /opt/deepinfer/
 COPY csrc /opt/deepinfer/csrc
 COPY deepinfer_backend /opt/deepinfer/deepinfer_backend
 RUN python3 -m pip install /opt/deepinfer
+# For models whose config.pbtxt says backend: "deepinfer": a model.py that Triton's Python backend runs for all of them.
+COPY model_repository/deepinfer/1/model.py /opt/tritonserver/backends/deepinfer/model.py
 COPY model_repository /models
 
 ENV DEEPINFER_CACHE_DIR=/var/cache/deepinfer
