@@ -146,3 +146,8 @@ def test_a_multi_lora_json_that_names_no_folders_is_refused(tmp_path: Path, adap
 def test_adapters_in_both_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora_modules is set: must be left out"):
         load(tmp_path, {"enable_lora": True, "lora_modules": {"a": "/a"}}, {"b": "/b"})
+
+
+def test_the_page_on_migrating_names_every_argument_that_may_be_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert [name for name in ACCEPTED_VALUES if f"`{name}`" not in page] == []
