@@ -74,7 +74,7 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
     outcomes: list[list[Response]] = []
 
     def keep_asking() -> None:
-        while loaded.wait(60) and not stop.is_set():
+        while loaded.wait(180) and not stop.is_set():
             request = GrpcRequest(explicit, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
             outcomes.append(request.result(timeout_s=60))
 
@@ -88,7 +88,7 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
         assert http_post(explicit, "/v2/repository/models/deepinfer/unload", b"{}")[0] == 200
         loaded.clear()
         wait_until(lambda: not engine_process_ids(explicit), 30, "the engine is gone")
-        assert http_post(explicit, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=90)[0] == 200
+        assert http_post(explicit, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=120)[0] == 200
         assert http_generate(explicit, text_input="x", max_tokens=1)[0] == 200
     stop.set()
     loaded.set()
@@ -101,6 +101,29 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
         else:
             stream_error(responses)
     assert len(engine_process_ids(explicit)) == 1
+
+
+def test_an_unload_gives_running_requests_the_drain_time(tmp_path: Path) -> None:
+    drain_timeout_s, noticed_s = 3.0, 1.5
+    with running_server(
+        tmp_path, {"deepinfer": ARGUMENTS}, explicit_model_control=True, drain_timeout_s=drain_timeout_s
+    ) as server:
+        long = start_streams(server, 2)
+        over_http = HttpStream(server)
+        short = GrpcRequest(server, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
+        short.wait_first()
+        unloaded_s = time.monotonic()
+        assert http_post(server, "/v2/repository/models/deepinfer/unload", b"{}")[0] == 200
+        assert http_generate(server, text_input="x", max_tokens=1)[0] == 404
+        stream_text(short.result())
+        for request in long:
+            assert stream_error(request.result()) == "UNAVAILABLE: the model is being unloaded"
+            assert request.end_s is not None
+            assert drain_timeout_s < request.end_s - unloaded_s < drain_timeout_s + noticed_s + ANSWER_LIMIT_S
+        assert over_http.result()[-1]["error"] == "UNAVAILABLE: the model is being unloaded"
+        wait_until(lambda: not engine_process_ids(server), 15, "the engine is gone")
+        assert http_post(server, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=120)[0] == 200
+        assert http_generate(server, text_input="x", max_tokens=1)[0] == 200
 
 
 def test_an_engine_that_dies_too_often_unloads_its_model(tmp_path: Path) -> None:
