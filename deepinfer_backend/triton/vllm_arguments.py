@@ -1,6 +1,7 @@
 """`1/model.json` and `1/multi_lora.json` of Triton's vLLM backend → the arguments of our engine.
 
-Every argument of vLLM's AsyncEngineArgs, of the versions up to November 2026, is in one of the tables below.
+The tables below have the arguments of vLLM's AsyncEngineArgs, those of older versions included; what is in none of
+them has the same name and meaning with us.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
         ({}, {"backend": "auto"}, {"backend": "xgrammar"}, {"backend": "guidance"}, {"backend": "outlines"}),
         "grammars have a compiler of our own",
     ),
+    "guided_decoding_disable_any_whitespace": Accepted((False,), "JSON may have white space"),
+    "enable_reasoning": Accepted((False,), "a model's reasoning is text like any other"),
     "reasoning_parser": Accepted(("",), "a model's reasoning is text like any other"),
     "reasoning_parser_plugin": Accepted(("",), _NO_HOOKS),
     "reasoning_config": Accepted(({},), "a model's reasoning is text like any other"),
@@ -152,7 +155,14 @@ WITHOUT_EFFECT = frozenset(
         *("enable_cumem_allocator", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "additional_config"),
         *("offload_backend", "offload_num_in_group", "offload_prefetch_step", "offload_params", "cpu_offload_params"),
         *("kv_offloading_backend", "kv_cache_dtype_skip_layers", "allow_deprecated_quantization"),
-        *("guided_decoding_backend", "guided_decoding_disable_fallback", "ngram_prompt_lookup_min"),
+        *("guided_decoding_backend", "guided_decoding_disable_fallback"),
+        *("guided_decoding_disable_additional_properties", "cuda_graph_sizes"),
+        *("fault_tolerance_config", "enable_fault_tolerance"),
+        # Of drafts, which are refused themselves.
+        *("ngram_prompt_lookup_min", "speculative_draft_tensor_parallel_size", "speculative_model_quantization"),
+        *("speculative_max_model_len", "speculative_disable_by_batch_size", "speculative_disable_mqa_scorer"),
+        *("speculative_disable_logprobs", "disable_logprobs_during_spec_decoding", "spec_decoding_acceptance_method"),
+        *("typical_acceptance_sampler_posterior_threshold", "typical_acceptance_sampler_posterior_alpha"),
         # How weights and tokenizers are read.
         *("safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"),
         *("ignore_patterns", "use_tqdm_on_load", "pt_load_map_location", "max_parallel_loading_workers"),
@@ -174,6 +184,7 @@ WITHOUT_EFFECT = frozenset(
         *("disable_mm_preprocessor_cache", "disable_chunked_mm_input", "default_mm_loras"),
         *("allowed_local_media_path", "allowed_media_domains", "enable_tower_connector_lora"),
         *("mamba_config", "mamba_backend", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size"),
+        *("mamba_ssu_algorithm", "use_replayssm", "replayssm_buffer_len"),
         *("mamba_cache_mode", "enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds"),
         # Adapters: what they need is known when they are loaded.
         *("lora_extra_vocab_size", "specialize_active_lora", "enable_mixed_moe_lora_format"),
@@ -237,7 +248,7 @@ def translate(arguments: Mapping[str, Any], adapters: Mapping[str, str]) -> dict
     """
     _check_names(arguments)
     given = {name: value for name, value in arguments.items() if value is not None}
-    for name in given.keys() & ACCEPTED_VALUES.keys():
+    for name in sorted(given.keys() & ACCEPTED_VALUES.keys()):
         _check_value(name, given)
     without_effect = sorted(given.keys() & (ACCEPTED_VALUES.keys() | WITHOUT_EFFECT))
     if without_effect:
