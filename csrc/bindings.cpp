@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -179,7 +180,8 @@ void bind_options(py::module_& m) {
   py::class_<SchedulerConfig>(m, "SchedulerConfig", py::is_final(), "Limits of the scheduler.")
       .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs, int64_t max_num_batched_tokens,
                        int64_t max_model_len, int64_t max_num_prompt_logits, bool enable_prefix_caching,
-                       int64_t max_consecutive_prefills, int64_t prefill_attempt_interval, uint64_t hash_seed) {
+                       int64_t max_consecutive_prefills, int64_t prefill_attempt_interval, double priority_aging_s,
+                       uint64_t hash_seed) {
              SchedulerConfig config{num_blocks,
                                     block_size,
                                     max_num_seqs,
@@ -189,6 +191,7 @@ void bind_options(py::module_& m) {
                                     enable_prefix_caching,
                                     max_consecutive_prefills,
                                     prefill_attempt_interval,
+                                    priority_aging_s,
                                     hash_seed};
              config.validate();
              return config;
@@ -198,7 +201,7 @@ void bind_options(py::module_& m) {
            "enable_prefix_caching"_a = SchedulerConfig().enable_prefix_caching,
            "max_consecutive_prefills"_a = SchedulerConfig().max_consecutive_prefills,
            "prefill_attempt_interval"_a = SchedulerConfig().prefill_attempt_interval,
-           "hash_seed"_a = SchedulerConfig().hash_seed);
+           "priority_aging_s"_a = SchedulerConfig().priority_aging_s, "hash_seed"_a = SchedulerConfig().hash_seed);
 }
 
 void bind_batch(py::module_& m) {
@@ -282,6 +285,7 @@ void bind_outputs(py::module_& m) {
   py::class_<RequestOutput>(m, "RequestOutput", py::is_final(),
                             "One new token of one sequence, or (token_id = -1) the news that it ended without one.")
       .def_readonly("request_id", &RequestOutput::request_id)
+      .def_readonly("client_index", &RequestOutput::client_index)
       .def_readonly("seq_id", &RequestOutput::seq_id)
       .def_readonly("sequence_index", &RequestOutput::sequence_index)
       .def_readonly("output_index", &RequestOutput::output_index)
@@ -336,7 +340,11 @@ void bind_outputs(py::module_& m) {
       .def(
           "pack",
           [](const RequestOutputPool& self, const Handles& handles) {
-            return py::bytes(pack(self, handles.data(), static_cast<size_t>(handles.size())));
+            std::map<int32_t, py::bytes> packed;
+            for (const auto& [client_index, data] : pack(self, handles.data(), static_cast<size_t>(handles.size()))) {
+              packed.emplace(client_index, data);
+            }
+            return packed;
           },
           "handles"_a)
       .def(
@@ -367,19 +375,22 @@ void bind_scheduler(py::module_& m) {
       .def(
           "add_seq",
           [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,
-             const SamplingOptions& options, int64_t priority, const std::string& cache_salt) {
+             const SamplingOptions& options, int64_t priority, const std::string& cache_salt, int32_t client_index) {
             if (prompt_token_ids.ndim() != 1) throw py::value_error("prompt_token_ids: must have one dimension");
             const int32_t* begin = prompt_token_ids.data();
             return self.add_seq(request_id, std::vector<int32_t>(begin, begin + prompt_token_ids.size()), options,
-                                priority, cache_salt);
+                                priority, cache_salt, client_index);
           },
-          "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "")
+          "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "",
+          "client_index"_a = 0)
       .def("fork_seq", &Scheduler::fork_seq, "seq_id"_a, py::kw_only(), "seed"_a)
       .def("append_token", &Scheduler::append_token, "seq_id"_a, "token_id"_a)
       .def("is_held", &Scheduler::is_held, "seq_id"_a)
       .def("abort_seq", &Scheduler::abort_seq, "seq_id"_a)
       .def("abort_request", &Scheduler::abort_request, "request_id"_a,
            "sequence_index"_a = int32_t{Scheduler::kAllSequences})
+      .def("abort_client", &Scheduler::abort_client, "client_index"_a)
+      .def("was_scheduled", &Scheduler::was_scheduled, "request_id"_a)
       .def(
           "schedule",
           [](Scheduler& self, const std::shared_ptr<SequenceMetadataPool>& pool) {

@@ -78,6 +78,7 @@ class SchedulerConfig:
         enable_prefix_caching: bool = True,
         max_consecutive_prefills: int = 2,
         prefill_attempt_interval: int = 1,
+        priority_aging_s: float = 0.0,  # seconds that one level of priority is worth; 0: strict
         hash_seed: int = 0,
     ) -> None: ...
 
@@ -194,6 +195,7 @@ class RequestOutput:
     """One new token of one sequence, or (token_id = -1) the news that it ended without one."""
 
     request_id: str
+    client_index: int  # whose request it is; not part of what is packed
     seq_id: int
     sequence_index: int  # which of the request's sequences; 0 unless it was forked
     output_index: int  # position among the sequence's outputs, from 0
@@ -242,8 +244,8 @@ class RequestOutputPool:
 
     def __init__(self) -> None: ...
     def clone(self, handles: NDArray[np.uint64]) -> list[RequestOutput]: ...
-    def pack(self, handles: NDArray[np.uint64]) -> bytes:
-        """All of them in one length-checked buffer, for another process."""
+    def pack(self, handles: NDArray[np.uint64]) -> dict[int, bytes]:
+        """By client index: its outputs in one length-checked buffer, for another process."""
     def release(self, handles: NDArray[np.uint64]) -> None:
         """Gives them back; using one afterwards raises LookupError, as does releasing it twice."""
     @property
@@ -266,8 +268,11 @@ class Scheduler:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        client_index: int = 0,
     ) -> int:
         """Puts a new sequence into `waiting` and returns its id. A lower `priority` value goes first.
+
+        cache_salt: only sequences with the same share cached blocks. client_index: whose outputs `pack` puts together.
 
         Raises:
             ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use.
@@ -300,6 +305,10 @@ class Scheduler:
 
         Blocks are freed once no step in flight refers to them.
         """
+    def abort_client(self, client_index: int) -> None:
+        """The same for every request that was added with this index."""
+    def was_scheduled(self, request_id: str) -> bool:
+        """Whether a step has begun to compute an unfinished request; false if unknown (or ended)."""
     def schedule(self, pool: SequenceMetadataPool) -> tuple[SequenceMetadataList, SchedulerOutputs]:
         """Frees finished sequences, then picks the next batch: prefill or decode, or empty when nothing can run.
 

@@ -16,9 +16,11 @@ class DeepInferError(Exception):
 
     word: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        """`reason`: which kind of this error it is, as a label of a metric ("queue_full"); "" where there is one."""
         super().__init__(message)
         self.message = message
+        self.reason = reason or self.word.lower()
 
     def __str__(self) -> str:
         return f"{self.word}: {self.message}"

@@ -76,19 +76,26 @@ class Reader {
 
 }  // namespace
 
-std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles) {
-  PackedHeader header{kMagic, kVersion, num_handles, sizeof(PackedHeader)};
+std::map<int32_t, std::string> pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles) {
+  std::map<int32_t, PackedHeader> headers;
   for (size_t i = 0; i < num_handles; ++i) {
     const RequestOutput& output = pool.get(handles[i]);
     if (output.request_id.size() > std::numeric_limits<uint32_t>::max()) refuse("a request id is too long");
+    const auto empty = PackedHeader{kMagic, kVersion, 0, sizeof(PackedHeader)};
+    PackedHeader& header = headers.try_emplace(output.client_index, empty).first->second;
+    ++header.num_outputs;
     header.num_bytes += sizeof(PackedOutput) + output.request_id.size();
     header.num_bytes += output.top_logprobs.size() * sizeof(TokenLogprob);
   }
-  std::string data;
-  data.reserve(header.num_bytes);
-  append(data, header);
+  std::map<int32_t, std::string> data_of_clients;
+  for (const auto& [client_index, header] : headers) {
+    std::string& data = data_of_clients[client_index];
+    data.reserve(header.num_bytes);
+    append(data, header);
+  }
   for (size_t i = 0; i < num_handles; ++i) {
     const RequestOutput& output = pool.get(handles[i]);
+    std::string& data = data_of_clients.at(output.client_index);
     uint32_t logprob_bits;
     std::memcpy(&logprob_bits, &output.logprob, sizeof(logprob_bits));
     append(data, PackedOutput{output.seq_id,
@@ -109,7 +116,7 @@ std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t 
     data += output.request_id;
     for (const TokenLogprob& top : output.top_logprobs) append(data, top);
   }
-  return data;
+  return data_of_clients;
 }
 
 std::vector<RequestOutput> unpack(std::string_view data) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,6 +21,7 @@ struct TokenLogprob {
 // One new token of one sequence, or (token_id = -1) the news that it ended without one.
 struct RequestOutput {
   std::string request_id;
+  int32_t client_index = 0;
   int64_t seq_id = 0;
   int32_t sequence_index = 0;
   int64_t output_index = 0;  // position among the sequence's outputs, from 0
@@ -48,9 +50,10 @@ struct WrittenSequence {
 
 using RequestOutputPool = HandlePool<RequestOutput>;
 
-// All outputs behind `handles` in one buffer: magic, version, count, total size, then each output. Byte order is the
-// machine's: both processes run on it. Throws NotFound if a handle is stale.
-[[nodiscard]] std::string pack(const RequestOutputPool& pool, const uint64_t* handles, size_t num_handles);
+// The outputs behind `handles` in one buffer for each client that has any: magic, version, count, total size, then each
+// output. Byte order is the machine's: all processes run on it. Throws NotFound if a handle is stale.
+[[nodiscard]] std::map<int32_t, std::string> pack(const RequestOutputPool& pool, const uint64_t* handles,
+                                                  size_t num_handles);
 
 // The outputs in a buffer from `pack`. Throws std::invalid_argument unless it is whole and nothing follows it.
 [[nodiscard]] std::vector<RequestOutput> unpack(std::string_view data);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -21,6 +22,8 @@ void check_range(const char* field, int64_t value, int64_t min, int64_t max) {
          std::to_string(value));
 }
 
+constexpr double kNsPerSecond = 1e9;
+
 int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -35,6 +38,9 @@ void SchedulerConfig::validate() const {
   check_range("max_num_prompt_logits", max_num_prompt_logits, 1, kMaxInt32);
   check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
   check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
+  if (!(priority_aging_s >= 0 && std::isfinite(priority_aging_s))) {
+    refuse("priority_aging_s: must be 0 (strict) or more, got " + std::to_string(priority_aging_s));
+  }
   if (num_blocks * block_size < 2) {
     refuse("num_blocks: the cache must hold at least 2 tokens, " + std::to_string(num_blocks) + " blocks of " +
            std::to_string(block_size) + " hold fewer");
@@ -42,7 +48,7 @@ void SchedulerConfig::validate() const {
 }
 
 bool Scheduler::ServedBefore::operator()(const Sequence* a, const Sequence* b) const {
-  if (a->priority != b->priority) return a->priority < b->priority;
+  if (a->service_rank != b->service_rank) return a->service_rank < b->service_rank;
   if (a->arrival != b->arrival) return a->arrival < b->arrival;
   return a->seq_id < b->seq_id;
 }
@@ -56,7 +62,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 // ---- a request comes, forks, goes ----
 
 int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
-                           const SamplingOptions& options, int64_t priority, const std::string& cache_salt) {
+                           const SamplingOptions& options, int64_t priority, const std::string& cache_salt,
+                           int32_t client_index) {
   if (prompt_token_ids.empty()) refuse("prompt_token_ids: the prompt is empty");
   const auto num_prompt_tokens = static_cast<int64_t>(prompt_token_ids.size());
   if (num_prompt_tokens > max_seq_len_ - 1) {
@@ -72,16 +79,25 @@ int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> p
   sequence->request_id = request_id;
   sequence->options = options;
   sequence->cache_salt = cache_salt;
-  sequence->priority = priority;
+  sequence->client_index = client_index;
+  sequence->service_rank = service_rank(priority);
   sequence->arrival = next_arrival_++;
   sequence->tokens = std::move(prompt_token_ids);
   sequence->num_prompt_tokens = num_prompt_tokens;
   sequence->num_forks_due = options.n - 1;
   const int64_t seq_id = sequence->seq_id;
-  requests_[request_id].live_seq_ids.push_back(seq_id);
+  Request& request = requests_[request_id];
+  request.client_index = client_index;
+  request.live_seq_ids.push_back(seq_id);
   waiting_.insert(sequence.get());
   sequences_.emplace(seq_id, std::move(sequence));
   return seq_id;
+}
+
+// A moment that lies later the less urgent a request is: whatever waits long enough comes before all that is new.
+double Scheduler::service_rank(int64_t priority) const {
+  if (config_.priority_aging_s == 0) return static_cast<double>(priority);
+  return static_cast<double>(now_ns()) / kNsPerSecond + static_cast<double>(priority) * config_.priority_aging_s;
 }
 
 int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
@@ -164,6 +180,23 @@ bool Scheduler::abort_request(const std::string& request_id, int32_t sequence_in
     is_any = true;
   }
   return is_any;
+}
+
+void Scheduler::abort_client(int32_t client_index) {
+  std::vector<std::string> request_ids;
+  for (const auto& [request_id, request] : requests_) {
+    if (request.client_index == client_index) request_ids.push_back(request_id);
+  }
+  for (const std::string& request_id : request_ids) abort_request(request_id);
+  drop_unbuilt_outputs([&](const RequestOutput& output) { return output.client_index == client_index; });
+}
+
+bool Scheduler::was_scheduled(const std::string& request_id) const {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end()) return false;
+  const std::vector<int64_t>& seq_ids = found->second.live_seq_ids;
+  return std::any_of(seq_ids.begin(), seq_ids.end(),
+                     [this](int64_t seq_id) { return sequences_.at(seq_id)->first_scheduled_time_ns != 0; });
 }
 
 template <typename Predicate>

@@ -25,7 +25,10 @@ struct SchedulerConfig {
   bool enable_prefix_caching = true;
   int64_t max_consecutive_prefills = 2;  // prefill steps in a row while something could decode
   int64_t prefill_attempt_interval = 1;  // decode steps between two prefill attempts while something waits
-  uint64_t hash_seed = 0;                // keys the prefix cache's hashes
+  // A request of priority p is served like one of priority 0 that came p times as many seconds later; 0: priority is
+  // strict, and a steady stream of urgent requests keeps the others waiting for ever.
+  double priority_aging_s = 0;
+  uint64_t hash_seed = 0;  // keys the prefix cache's hashes
 
   // Throws std::invalid_argument with the field, its value and its limit.
   void validate() const;
@@ -57,9 +60,10 @@ struct Fork {
 //      prompted    PROMPTED
 //      running     RUNNING
 //    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and it goes.
-// 2. Every queue is in the order in which sequences are served: priority, arrival, id. Nobody is admitted past a head
-//    that does not fit (held ones aside: they have nothing to compute), and a block is taken only from sequences served
-//    later than the one that needs it, or from held ones when nothing else could go on.
+// 2. Every queue is in the order in which sequences are served: priority (with age), arrival, id. It never changes while
+//    they live. Nobody is admitted past a head that does not fit (held ones aside: they have nothing to compute), and a
+//    block is taken only from sequences served later than the one that needs it, or from held ones when nothing else
+//    could go on.
 // 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
 // 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are processed
 //    in the order in which they were launched.
@@ -77,7 +81,7 @@ class Scheduler {
   // Into `waiting`; returns the sequence's id. With options.n > 1 the others are forked from it when its prompt is
   // computed.
   int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
-                  int64_t priority, const std::string& cache_salt);
+                  int64_t priority, const std::string& cache_salt, int32_t client_index);
   // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks already, it
   // waits without blocks and recomputes, like a preempted one.
   int64_t fork_seq(int64_t seq_id, uint64_t seed);
@@ -89,6 +93,10 @@ class Scheduler {
   // Ends the request's sequences, or the one with this index; no output of theirs comes out any more, not even of those
   // that the step which is being processed has ended. False if none was live.
   bool abort_request(const std::string& request_id, int32_t sequence_index = kAllSequences);
+  // The same for every request of a client.
+  void abort_client(int32_t client_index);
+  // Whether a step has begun to compute a live request, however little of it.
+  [[nodiscard]] bool was_scheduled(const std::string& request_id) const;
 
   // The next batch, possibly empty; an empty one is not launched and needs no processing.
   [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool);
@@ -131,8 +139,11 @@ class Scheduler {
 
   struct Request {
     std::vector<int64_t> live_seq_ids;
+    int32_t client_index = 0;
     int32_t num_seqs = 1;  // ever; the next fork's sequence_index
   };
+
+  [[nodiscard]] double service_rank(int64_t priority) const;
 
   // schedule, from top to bottom
   void check_may_schedule() const;

@@ -11,6 +11,7 @@ namespace {
 
 void fill_output(RequestOutput& output, const Sequence& sequence, int64_t output_index, int32_t token_id) {
   output.request_id = sequence.request_id;
+  output.client_index = sequence.client_index;
   output.seq_id = sequence.seq_id;
   output.sequence_index = sequence.sequence_index;
   output.output_index = output_index;

@@ -64,7 +64,8 @@ struct Sequence {
   std::string request_id;
   SamplingOptions options;
   std::string cache_salt;
-  int64_t priority = 0;                 // lower goes first, then
+  int32_t client_index = 0;             // who is told of its outputs
+  double service_rank = 0;              // lower goes first, then
   uint64_t arrival = 0;                 // lower goes first
   int32_t num_forks_due = 0;            // sequences to fork from it once its prompt is computed
   int64_t first_scheduled_time_ns = 0;  // of std::chrono::steady_clock; 0: not yet

@@ -1,11 +1,13 @@
-"""EngineLoop: the one thread that owns an engine, between two Unix sockets. Runs as the engine process's main.
+"""EngineLoop: the one thread that owns an engine, between its clients' sockets. Runs as the engine process's main.
 
-`python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS` reads the engine's configuration as
-one line of JSON from its standard input, and ends when that is closed: so it never outlives its parent.
+`python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS OWNER_ID` reads the engine's
+configuration as one line of JSON from its standard input, and ends when that is closed: so it never outlives its
+parent. The parent is the client OWNER_ID, whose outputs go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -13,27 +15,30 @@ import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import zmq
 
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.client_sockets import OWNER_INDEX, ClientSockets
 from deepinfer_backend.engine.llm_engine import Handles, LLMEngine
 from deepinfer_backend.engine.messages import (
     AbortRequests,
     AbortSequences,
     AddRequest,
+    Attach,
+    Detach,
     EngineFailed,
     EngineReady,
     EngineRequest,
-    FromEngine,
-    RequestFailed,
     RequestResult,
     Shutdown,
     StepOutputs,
     decode_to_engine,
-    encode,
+    request_failed,
 )
 from deepinfer_backend.engine.stats import StatsLine
 from deepinfer_backend.errors import DeepInferError
@@ -49,15 +54,11 @@ class EngineLoop:
     """Takes requests in, steps while there is work, flushes when drained, sleeps when idle."""
 
     def __init__(
-        self,
-        engine: LLMEngine,
-        requests: zmq.Socket[bytes],
-        outputs: zmq.Socket[bytes],
-        stats_interval_s: float,
+        self, engine: LLMEngine, requests: zmq.Socket[bytes], clients: ClientSockets, stats_interval_s: float
     ) -> None:
         self._engine = engine
         self._requests = requests
-        self._outputs = outputs
+        self._clients = clients
         self._stats_line = StatsLine(stats_interval_s)
         self._last_report_s = 0.0
         self._is_shut_down = False
@@ -70,12 +71,15 @@ class EngineLoop:
             self._take_in(wait=not is_busy)
             if self._is_shut_down:
                 return
+            if not is_busy:
+                self._report([], NO_HANDLES)  # the owner must know of the work, to miss what does not come of it
             is_drained = not engine.has_unfinished_requests()
             handles = engine.flush_inflight_reqs() if is_drained else engine.step()
             results = engine.take_results()
             # Told also without outputs: the frontend's gauges must not stay where work left them, and there are steps
             # without any for a long time (beam search, a prompt in chunks, a grammar that is compiled).
             is_silent = time.monotonic() - self._last_report_s > _MAX_SILENCE_S
+            engine.abort_clients(self._clients.remove_dead())
             if len(handles) or results or is_drained or is_silent:
                 self._report(results, handles)
 
@@ -97,64 +101,77 @@ class EngineLoop:
                 self._engine.abort_request(request_ids)
             case AbortSequences(sequences):
                 self._engine.abort_sequences(sequences)
+            case Attach(client_id, outputs_address, process_id):
+                with suppress(ProcessLookupError):
+                    client_index = self._clients.add(client_id, outputs_address, process_id)
+                    self._clients.send(client_index, EngineReady(self._engine.info, os.getpid()))
+            case Detach(client_id):
+                self._engine.abort_clients(self._clients.remove(client_id))
             case Shutdown():
                 self._is_shut_down = True
 
     def _add(self, message: AddRequest) -> None:
+        client_index = self._clients.index_of(message.client_id)
+        if client_index is None:
+            return  # of a client that is gone
+        request = EngineRequest(
+            message.request_id,
+            np.frombuffer(message.prompt_token_ids, dtype=np.int32),
+            SamplingParams(**message.sampling_params),
+            message.priority,
+            message.bad_words_token_ids,
+            message.embedding,
+            message.queue_timeout_s,
+            client_index,
+        )
         try:
-            self._engine.add_request(
-                EngineRequest(
-                    message.request_id,
-                    np.frombuffer(message.prompt_token_ids, dtype=np.int32),
-                    SamplingParams(**message.sampling_params),
-                    message.priority,
-                    message.bad_words_token_ids,
-                    message.embedding,
-                )
-            )
+            self._engine.add_request(request)
         except DeepInferError as error:
-            self._report([RequestFailed(message.request_id, error.word, error.message)], NO_HANDLES)
+            self._report([request_failed(request, error)], NO_HANDLES)
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
+        """To each client what is its own, and to the owner how things stand in any case."""
         self._last_report_s = time.monotonic()
         stats = self._engine.stats()
-        self._send(StepOutputs(results, self._engine.request_output_pool.pack(handles), stats))
+        outputs_of = self._engine.request_output_pool.pack(handles)
+        results_of: defaultdict[int, list[RequestResult]] = defaultdict(list)
+        for result in results:
+            results_of[result.client_index].append(result)
+        for client_index in {OWNER_INDEX, *outputs_of, *results_of}:
+            self._clients.send(
+                client_index, StepOutputs(results_of[client_index], outputs_of.get(client_index, b""), stats)
+            )
         self._stats_line.update(stats, self._engine.timers)
 
-    def _send(self, message: FromEngine) -> None:
-        self._outputs.send(encode(message))
 
-
-def _end_with_parent(sockets_folder: Path) -> None:
+def _end_with_parent(folder: Path) -> None:
     """Ends this process when the parent does: its end of our standard input closes then.
 
     A parent that was killed has left the folder of its sockets behind.
     """
     sys.stdin.buffer.read()
-    shutil.rmtree(sockets_folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def main() -> int:
-    requests_address, outputs_address = sys.argv[1:]
+    requests_address, outputs_address, owner_id = sys.argv[1:]
     config = json.loads(sys.stdin.buffer.readline())
-    sockets_folder = Path(requests_address.removeprefix("ipc://")).parent
-    threading.Thread(
-        target=_end_with_parent, args=(sockets_folder,), name="deepinfer-parent-watch", daemon=True
-    ).start()
+    folder = Path(requests_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(folder,), name="deepinfer-parent-watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
+    faulthandler.enable()  # SIGABRT, which an owner sends to an engine that is stuck, shows where
     context = zmq.Context()
     requests: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    for socket in (requests, outputs):
-        socket.set_hwm(0)
-    requests.connect(requests_address)
-    outputs.connect(outputs_address)
+    requests.set_hwm(0)
+    requests.bind(requests_address)
+    clients = ClientSockets(context)
+    clients.add(owner_id, outputs_address, os.getppid())
     try:
         engine_config = EngineConfig(**config)
         engine = LLMEngine(engine_config)
-        outputs.send(encode(EngineReady(engine.info)))
-        EngineLoop(engine, requests, outputs, engine_config.stats_interval_s).run()
+        clients.send(OWNER_INDEX, EngineReady(engine.info, os.getpid()))
+        EngineLoop(engine, requests, clients, engine_config.stats_interval_s).run()
         engine.close()
     except Exception as error:
         logger.exception("the engine cannot go on")
@@ -163,7 +180,7 @@ def main() -> int:
             if isinstance(error, DeepInferError)
             else "INTERNAL: the engine failed; its log has the traceback"
         )
-        outputs.send(encode(EngineFailed(shown)))
+        clients.send_all(EngineFailed(shown))
         return 1
     finally:
         context.destroy(linger=1000)

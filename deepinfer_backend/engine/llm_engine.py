@@ -25,7 +25,7 @@ from deepinfer_backend._core import (
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestFailed, RequestResult
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult, request_failed
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.errors import DeepInferError, EngineDeadError, InvalidRequestError
 from deepinfer_backend.models.adapter_cache import AdapterCache
@@ -86,6 +86,7 @@ class LLMEngine:
         )
         max_blocks_per_seq = min(num_blocks, -(-max_model_len // block_size))
         generation_defaults = load_generation_config(model_path)
+        tokenizer_path = resolve_tokenizer(config.tokenizer, model_path)
         self._eos_token_ids = generation_defaults.eos_token_ids
         self.info = EngineInfo(
             model_path=str(model_path),
@@ -97,6 +98,8 @@ class LLMEngine:
             dtype=str(dtype).removeprefix("torch."),
             hidden_size=model.hidden_size,
             default_sampling_params=generation_defaults.sampling_params,
+            tokenizer_path=str(tokenizer_path),
+            config=config.model_dump(mode="json"),
         )
         self._max_seq_len = min(max_model_len, num_blocks * block_size)
         self.timers = StepTimers()
@@ -151,9 +154,7 @@ class LLMEngine:
             pre_sampler_sync=self.pre_sampler_sync,
             timers=self.timers,
         )
-        self._grammars = GrammarQueue(
-            resolve_tokenizer(config.tokenizer, model_path), model.vocab_size, self._eos_token_ids, config
-        )
+        self._grammars = GrammarQueue(tokenizer_path, model.vocab_size, self._eos_token_ids, config)
         self._waiting_for_grammar: dict[str, EngineRequest] = {}
         self._failures: list[RequestResult] = []
         self._seeds = random.Random(config.seed)
@@ -198,6 +199,13 @@ class LLMEngine:
         """Ends single sequences, (request id, sequence index); no output of theirs comes out any more."""
         for request_id, sequence_index in sequences:
             self.scheduler.abort_request(request_id, sequence_index)
+
+    def abort_clients(self, client_indices: list[int]) -> None:
+        """The same for every request of these clients."""
+        for client_index in client_indices:
+            waiting = [id_ for id_, each in self._waiting_for_grammar.items() if each.client_index == client_index]
+            self.abort_request(waiting)
+            self.scheduler.abort_client(client_index)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a sequence is in a queue, or a request waits for its grammar."""
@@ -300,6 +308,7 @@ class LLMEngine:
                 priority=request.priority,
                 # What an adapter computed is of no use to another.
                 cache_salt=f"lora {lora_id}" if lora_id else "",
+                client_index=request.client_index,
             )
         except ValueError as error:
             if params.lora_name is not None:
@@ -319,7 +328,7 @@ class LLMEngine:
                     raise compiled
                 self._add_to_scheduler(request, Grammar(compiled))
             except DeepInferError as error:
-                self._failures.append(RequestFailed(request_id, error.word, error.message))
+                self._failures.append(request_failed(request, error))
 
     def _fail_step(self, batch: SchedulerOutputs) -> Handles:
         handles = self.scheduler.fail_step(batch, self.request_output_pool)

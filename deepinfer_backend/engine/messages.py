@@ -1,15 +1,18 @@
-"""Every message between the frontend and its engine process: typed, length-checked, no pickle.
+"""Every message between an engine process and its clients, the frontends: typed, length-checked, no pickle.
 
-Frontend → engine: AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → frontend: EngineReady, EngineFailed,
-StepOutputs. Each is one msgpack frame on a Unix socket of its own direction.
+Client → engine: Attach, Detach, AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → client: EngineReady,
+EngineFailed, StepOutputs. Each is one msgpack frame: on the engine's one socket, or on each client's own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer_backend.errors import DeepInferError
 from deepinfer_backend.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -26,7 +29,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     `request_id` is unique among the engine's live requests. `priority`: a lower value goes first.
     `bad_words_token_ids`: the token sequences that the output must not contain. `embedding`: asks for the prompt's
-    embedding, not for tokens.
+    embedding, not for tokens. `queue_timeout_s`: it fails if no step has begun to compute it by then. `client_index`:
+    which of the engine's clients it belongs to; the engine's side fills it in.
     """
 
     request_id: str
@@ -35,6 +39,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     bad_words_token_ids: list[list[int]] = []
     embedding: EmbeddingParams | None = None
+    queue_timeout_s: float | None = None
+    client_index: int = 0
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -48,6 +54,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     token_ids: bytes
     logprobs: bytes
     ranks: bytes
+    client_index: int = 0
 
 
 class Embedding(msgspec.Struct, frozen=True, tag=True):
@@ -55,24 +62,35 @@ class Embedding(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     values: bytes
+    client_index: int = 0
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine refused this request, or failed it alone; nothing else comes of it. `word`: that of an error."""
+    """The engine refused this request, or failed it alone; nothing else comes of it.
+
+    `word` and `reason`: those of an error.
+    """
 
     request_id: str
     word: str
     message: str
+    reason: str = ""
+    client_index: int = 0
 
 
 RequestResult = PromptLogprobs | Embedding | RequestFailed
 """What an engine tells about a request besides its tokens."""
 
 
+def request_failed(request: EngineRequest, error: DeepInferError) -> RequestFailed:
+    return RequestFailed(request.request_id, error.word, error.message, error.reason, request.client_index)
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What a frontend must know of a ready engine to check requests at its own door.
 
     `default_sampling_params`: what the model's generation_config says about fields that a request leaves out.
+    `config`: the EngineConfig that the engine runs with, for frontends that share it. `tokenizer_path`: a folder.
     """
 
     model_path: str
@@ -84,6 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     hidden_size: int = 0
     default_sampling_params: dict[str, float | int] = {}
+    tokenizer_path: str = ""
+    config: dict[str, Any] = {}
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -100,13 +120,32 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int = 0
 
 
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A client that wants to share the engine: answered by EngineReady on its own socket, as soon as there is one.
+
+    `client_id`: unique among all that ever attach. `process_id`: when that ends, so do the client's requests.
+    """
+
+    client_id: str
+    outputs_address: str
+    process_id: int
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """Ends the client's requests; it is told nothing any more."""
+
+    client_id: str
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    client_id: str
     request_id: str
     prompt_token_ids: bytes  # int32, native order
     sampling_params: dict[str, object]
     priority: int
     bad_words_token_ids: list[list[int]]
     embedding: EmbeddingParams | None
+    queue_timeout_s: float | None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
@@ -125,6 +164,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
+    process_id: int
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -134,14 +174,14 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step brought: results first, then all outputs, packed by `RequestOutputPool.pack`."""
+    """What one step brought a client: results first, then outputs, packed by `RequestOutputPool.pack`; b"" is none."""
 
     results: list[RequestResult]
     outputs: bytes
     stats: EngineStats
 
 
-ToEngine = AddRequest | AbortRequests | AbortSequences | Shutdown
+ToEngine = Attach | Detach | AddRequest | AbortRequests | AbortSequences | Shutdown
 FromEngine = EngineReady | EngineFailed | StepOutputs
 
 _encoder = msgspec.msgpack.Encoder()

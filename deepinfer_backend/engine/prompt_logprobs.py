@@ -15,6 +15,7 @@ class _Table:
         num_rows = len(request.prompt_token_ids) - 1
         width = 1 + (request.sampling_params.prompt_logprobs or 0)
         self.request_id = request.request_id
+        self.client_index = request.client_index
         self.token_ids = np.zeros((num_rows, width), np.int32)
         self.logprobs = np.zeros((num_rows, width), np.float32)
         self.ranks = np.zeros((num_rows, width), np.int32)
@@ -66,5 +67,9 @@ class PromptLogprobsTables:
         if table is None:
             return None
         return PromptLogprobs(
-            table.request_id, table.token_ids.tobytes(), table.logprobs.tobytes(), table.ranks.tobytes()
+            table.request_id,
+            table.token_ids.tobytes(),
+            table.logprobs.tobytes(),
+            table.ranks.tobytes(),
+            client_index=table.client_index,
         )

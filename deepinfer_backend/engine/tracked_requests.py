@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deepinfer_backend._core import RequestOutputPool, Scheduler, SchedulerOutputs, StepLogprobs
 from deepinfer_backend.engine.beam_searches import BeamSearches
-from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestFailed, RequestResult
+from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestResult, request_failed
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
 from deepinfer_backend.errors import InvalidRequestError
 from deepinfer_backend.worker.sampler import NO_TOKEN
@@ -166,7 +166,8 @@ class TrackedRequests:
             return
         seq_id_of = _seq_id_by_row(batch)
         for row, values in zip(plan.embedding_rows, result.embeddings.numpy(), strict=True):
-            self._results.append(Embedding(self._requests[seq_id_of[row]].request_id, values.tobytes()))
+            request = self._requests[seq_id_of[row]]
+            self._results.append(Embedding(request.request_id, values.tobytes(), client_index=request.client_index))
 
     def _take_tokens(self, batch: SchedulerOutputs, result: StepResult) -> None:
         rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
@@ -179,15 +180,16 @@ class TrackedRequests:
             self._fail_without_token(seq_id)
 
     def _fail_without_token(self, seq_id: int) -> None:
-        request_id = self._requests[seq_id].request_id
+        request = self._requests[seq_id]
+        request_id = request.request_id
         if request_id in self._failed_ids:
             return
         self._failed_ids.add(request_id)
         # The outputs of this step are not built yet: what was sampled does not come out.
         self._scheduler.abort_request(request_id)
         state = self._states.get(seq_id)
-        message = (state and state.failure_reason) or _no_token_left(self._requests[seq_id])
-        self._results.append(RequestFailed(request_id, InvalidRequestError.word, message))
+        error = InvalidRequestError((state and state.failure_reason) or _no_token_left(request))
+        self._results.append(request_failed(request, error))
 
     def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
         candidates = result.candidates

@@ -13,7 +13,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.engine_client import ChildEngineClient
+from deepinfer_backend.engine.engine_process import ChildEngineClient
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
 from deepinfer_backend.triton.frontend import Frontend

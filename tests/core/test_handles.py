@@ -173,7 +173,7 @@ def test_unpack_gives_back_what_was_packed(
     )
     handles = one_step(driver, *request_ids, logprobs=told, num_logprobs=num_logprobs)
     outputs = driver.output_pool.clone(handles)
-    unpacked = RequestOutput.unpack(driver.output_pool.pack(handles))
+    unpacked = RequestOutput.unpack(pack(driver, handles))
     assert fields_of(unpacked) == fields_of(outputs)
     assert [output.request_id for output in unpacked] == list(request_ids)
     if num_logprobs >= 0:
@@ -186,7 +186,7 @@ def test_unpack_gives_back_what_was_packed(
 def test_data_that_is_cut_or_too_long_or_something_else_is_refused() -> None:
     driver = SchedulerDriver()
     told = make_logprobs([0, 1], [-1.5, -0.5], [2, 1], TWO_TOPS)
-    data = driver.output_pool.pack(one_step(driver, "request", "other", logprobs=told, num_logprobs=2))
+    data = pack(driver, one_step(driver, "request", "other", logprobs=told, num_logprobs=2))
     assert [output.top_logprobs for output in RequestOutput.unpack(data)] == TWO_TOPS
     for size in range(len(data)):
         with pytest.raises(ValueError, match="packed outputs"):
@@ -198,7 +198,12 @@ def test_data_that_is_cut_or_too_long_or_something_else_is_refused() -> None:
     for wrong in (data + b"x", longer, b"x" + data[1:], b"x" * len(data)):
         with pytest.raises(ValueError, match="packed outputs"):
             RequestOutput.unpack(wrong)
-    assert RequestOutput.unpack(driver.output_pool.pack(np.empty(0, np.uint64))) == []
+    assert driver.output_pool.pack(np.empty(0, np.uint64)) == {}
+
+
+def pack(driver: SchedulerDriver, handles: NDArray[np.uint64]) -> bytes:
+    """Those of the only client."""
+    return driver.output_pool.pack(handles)[0]
 
 
 def with_size_in_header(data: bytes) -> bytes:
@@ -210,7 +215,7 @@ def with_size_in_header(data: bytes) -> bytes:
 def test_broken_data_is_read_or_refused_but_never_past_its_end(index: int, value: int) -> None:
     driver = SchedulerDriver()
     told = make_logprobs([0, 1], [-1.5, -0.5], [2, 1], TWO_TOPS)
-    data = bytearray(driver.output_pool.pack(one_step(driver, "request", "other", logprobs=told, num_logprobs=2)))
+    data = bytearray(pack(driver, one_step(driver, "request", "other", logprobs=told, num_logprobs=2)))
     data[index % len(data)] = value
     with contextlib.suppress(ValueError, UnicodeDecodeError):
         assert [(len(output.request_id), output.top_logprobs) for output in RequestOutput.unpack(bytes(data))]
@@ -228,7 +233,7 @@ def test_written_sequence_comes_out_token_by_token_for_the_request_of_its_sequen
         stop_token_id=7,
     )
     handles = driver.scheduler.build_sequence_outputs(seq_id, driver.output_pool, text)
-    outputs = RequestOutput.unpack(driver.output_pool.pack(handles))
+    outputs = RequestOutput.unpack(pack(driver, handles))
     driver.output_pool.release(handles)
     assert [(o.request_id, o.sequence_index, o.num_prompt_tokens) for o in outputs] == [("a", 2, 5)] * 3
     assert [(o.output_index, o.token_id, o.logprob, o.finished) for o in outputs] == [

@@ -86,6 +86,27 @@ def test_lower_priority_value_is_admitted_first_then_arrival() -> None:
     assert order == ["first", "second", "third", "late"]
 
 
+@pytest.mark.parametrize(("aging_s", "order"), [(1e-4, ["old", "urgent"]), (1e4, ["urgent", "old"])])
+def test_what_waits_long_enough_comes_before_what_is_urgent_and_new(aging_s: float, order: list[str]) -> None:
+    driver = SchedulerDriver(
+        max_num_batched_tokens=5,
+        enable_prefix_caching=False,
+        zero_overhead_scheduling=False,
+        priority_aging_s=aging_s,
+    )
+    seq_ids = {driver.add("old", PROMPT, 1, priority=1): "old"}
+    added_s = time.monotonic()
+    while time.monotonic() - added_s < 2e-4:
+        pass
+    seq_ids[driver.add("urgent", PROMPT, 1)] = "urgent"
+    ended = []
+    for _ in order:
+        before = set(driver.live_seq_ids())
+        driver.step()
+        ended += [seq_ids[seq_id] for seq_id in before - set(driver.live_seq_ids())]
+    assert ended == order
+
+
 def test_nobody_is_admitted_past_a_head_that_does_not_fit() -> None:
     driver = SchedulerDriver(num_blocks=8, enable_prefix_caching=False)
     driver.add("running", [2] * 12, 8, ignore_eos=True)

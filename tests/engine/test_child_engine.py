@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 
 from deepinfer_backend import LLM, RequestOutput, SamplingParams
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.engine_client import ChildEngineClient, RequestFailure
+from deepinfer_backend.engine.engine_client import EngineClient, RequestFailure
+from deepinfer_backend.engine.engine_process import AttachedEngineClient, ChildEngineClient
 from deepinfer_backend.engine.messages import EngineRequest
-from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError
+from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, UnavailableError
 from tests.support.models import make_random_model
 
 TIMEOUT_S = 60.0
@@ -37,12 +39,19 @@ def client(config: EngineConfig) -> Iterator[ChildEngineClient]:
     client.close()
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where an engine's sockets may be: pytest's own folders have names that are too long for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="deepinfer-test-") as parent:
+        yield Path(parent) / "engine"
+
+
 def request(request_id: str, prompt: list[int], max_tokens: int) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(request_id, np.array(prompt, dtype=np.int32), params)
 
 
-def collect(client: ChildEngineClient, num_requests: int) -> dict[str, list[RequestOutput]]:
+def collect(client: EngineClient, num_requests: int) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {}
     num_finished = 0
     while num_finished < num_requests:
@@ -124,7 +133,7 @@ def test_close_twice_leaves_no_process_and_no_folder(config: EngineConfig) -> No
 def test_engine_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
     program = (
         "import sys, time; from deepinfer_backend.config import EngineConfig\n"
-        "from deepinfer_backend.engine.engine_client import ChildEngineClient\n"
+        "from deepinfer_backend.engine.engine_process import ChildEngineClient\n"
         "client = ChildEngineClient(EngineConfig(**eval(sys.argv[1]))); print(client.pid, flush=True); time.sleep(600)"
     )
     arguments = [sys.executable, "-c", program, repr(config.model_dump(exclude_unset=True))]
@@ -135,3 +144,88 @@ def test_engine_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
         ended, _, _ = select.select([engine], [], [], TIMEOUT_S)
         os.close(engine)
         assert ended
+
+
+def test_clients_that_share_an_engine_get_their_own_outputs(config: EngineConfig, folder: Path) -> None:
+    owner = ChildEngineClient(config, folder)
+    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+    assert attached.info == owner.info
+    # The same id twice would be refused: ids are unique among all clients' live requests.
+    clients: dict[str, EngineClient] = {"owner": owner, "attached": attached}
+    for name, client in clients.items():
+        for index in range(3):
+            client.add_request(request(f"{name} {index}", [5 + index, 17, 40], 10))
+    outputs = {name: collect(client, 3) for name, client in clients.items()}
+    for index in range(3):
+        tokens = [[each.token_id for each in outputs[name][f"{name} {index}"]] for name in clients]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 10
+    attached.close()
+    owner.close()
+    assert not folder.exists()
+
+
+def test_a_client_that_leaves_ends_its_requests_and_nobody_elses(config: EngineConfig, folder: Path) -> None:
+    owner = ChildEngineClient(config, folder)
+    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+    attached.add_request(request("long", [5, 6, 7], 900))
+    assert attached.get_outputs(TIMEOUT_S) is not None
+    attached.close()
+    assert wait_until_unused(owner)
+    owner.add_request(request("short", [5, 6, 7], 5))
+    collect(owner, 1)
+    owner.close()
+
+
+def test_an_attached_client_that_is_killed_ends_its_requests(config: EngineConfig, folder: Path) -> None:
+    owner = ChildEngineClient(config, folder)
+    program = (
+        "import sys; from pathlib import Path; import numpy as np; from deepinfer_backend import SamplingParams\n"
+        "from deepinfer_backend.engine.engine_process import AttachedEngineClient\n"
+        "from deepinfer_backend.engine.messages import EngineRequest\n"
+        "client = AttachedEngineClient(Path(sys.argv[1]), 'killed', 60)\n"
+        "params = SamplingParams(max_tokens=900, ignore_eos=True)\n"
+        "client.add_request(EngineRequest('a', np.array([5], np.int32), params))\n"
+        "client.get_outputs(60); print('running', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"running\n"
+        other.kill()
+        assert wait_until_unused(owner)
+    owner.close()
+
+
+def test_an_attached_client_is_told_of_the_engines_death(config: EngineConfig, folder: Path) -> None:
+    owner = ChildEngineClient(config, folder)
+    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+    os.kill(owner.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        attached.get_outputs(TIMEOUT_S)
+    with pytest.raises(EngineDeadError):
+        attached.add_request(request("b", [5], 1))
+    attached.close()
+    owner.close()
+
+
+def test_attaching_where_there_is_no_engine_fails_in_time(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no engine"):
+        AttachedEngineClient(tmp_path / "nothing", "attached", 0.1)
+
+
+def test_a_folder_that_others_can_write_is_refused(config: EngineConfig, folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(EngineError, match="somebody else"):
+        ChildEngineClient(config, folder)
+
+
+def wait_until_unused(owner: ChildEngineClient) -> bool:
+    """Until the engine says that no block is in use; only its owner is told unasked."""
+    for _ in range(1000):
+        round_outputs = owner.get_outputs(1.0)
+        if round_outputs is not None and round_outputs.stats is not None and not round_outputs.stats.num_used_blocks:
+            return True
+    return False

@@ -175,7 +175,7 @@ def test_prompt_logprobs_are_on_the_first_delta_with_nothing_for_the_first_token
         np.array([[-1.5, -0.5], [-math.inf, -0.25]], np.float32),
         np.array([[4, 1], [900, 1]], np.int32),
     ]
-    run.step(results=[PromptLogprobs("id", *(array.tobytes() for array in arrays))])
+    run.step(results=[PromptLogprobs("id", *[array.tobytes() for array in arrays])])
     run.step(token(WORDS[0], 1), token(WORDS[0], 0))
     run.step(token(WORDS[1], 0, "LENGTH"))
     first, *others = run.deltas

@@ -1,0 +1,295 @@
+"""Engines in processes of their own: `ChildEngineClient` starts one, `AttachedEngineClient` shares another's."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from deepinfer_backend._core import RequestOutput
+from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.engine_client import EngineOutputs, sort_out_failures
+from deepinfer_backend.engine.messages import (
+    AbortRequests,
+    AbortSequences,
+    AddRequest,
+    Attach,
+    Detach,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    EngineRequest,
+    FromEngine,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from deepinfer_backend.errors import EngineDeadError, EngineError, UnavailableError
+
+_CLOSE_TIMEOUT_S = 2.0
+_READY_POLL_S = 1.0
+_LAST_WORDS_TIMEOUT_MS = 1000
+_REQUESTS, _OUTPUTS = "requests", "outputs"
+
+_attachment_numbers = itertools.count(1)
+
+
+class _RemoteEngineClient:
+    """An EngineClient over two Unix sockets: the engine's, which all its clients send to, and this client's own."""
+
+    info: EngineInfo
+
+    def __init__(self, client_id: str, requests_folder: Path, outputs_folder: Path) -> None:
+        self._client_id = client_id
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._send_lock = threading.Lock()  # guards _requests and _is_closed: any thread may send
+        self._is_closed = False
+        for socket in (self._requests, self._outputs):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._requests_address = f"ipc://{requests_folder}/{_REQUESTS}"
+        self._outputs_address = f"ipc://{outputs_folder}/{_OUTPUTS}"
+        self._outputs.bind(self._outputs_address)
+        self._requests.connect(self._requests_address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._outputs, zmq.POLLIN)
+        self._exited: int | None = None  # a pidfd of the engine, once it is known
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._send(
+            AddRequest(
+                self._client_id,
+                request.request_id,
+                request.prompt_token_ids.tobytes(),
+                request.sampling_params.model_dump(exclude_unset=True),
+                request.priority,
+                request.bad_words_token_ids,
+                request.embedding,
+                request.queue_timeout_s,
+            )
+        )
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._send(AbortRequests(request_ids))
+
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        self._send(AbortSequences(sequences))
+
+    def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
+        match self._receive(timeout_s):
+            case None:
+                return None
+            case StepOutputs(results, outputs, stats):
+                return sort_out_failures(RequestOutput.unpack(outputs) if outputs else [], results, stats)
+            case EngineFailed(message):
+                raise EngineDeadError(message)
+            case unexpected:
+                raise EngineError(f"unexpected message {type(unexpected).__name__} from the engine")
+
+    def _watch(self, process_id: int) -> None:
+        """From here on the end of that process is an EngineDeadError."""
+        try:
+            self._exited = os.pidfd_open(process_id)
+        except ProcessLookupError:
+            raise EngineDeadError("the engine process has ended") from None
+        self._poller.register(self._exited, zmq.POLLIN)
+
+    def _send(self, message: ToEngine) -> None:
+        data = encode(message)
+        with self._send_lock:
+            if self._is_closed or self._has_ended():
+                raise EngineDeadError("the engine process has ended")
+            self._requests.send(data)
+
+    def _has_ended(self) -> bool:
+        poller = zmq.Poller()
+        poller.register(self._exited, zmq.POLLIN)
+        return bool(poller.poll(0))
+
+    def _receive(self, timeout_s: float) -> FromEngine | None:
+        """The next message; what a process sent before it ended still arrives."""
+        ready = dict(self._poller.poll(int(timeout_s * 1e3)))
+        if self._outputs in ready or (ready and self._outputs.poll(0)):
+            return decode_from_engine(self._outputs.recv())
+        if ready:
+            raise EngineDeadError(self._describe_end())
+        return None
+
+    def _describe_end(self) -> str:
+        return "the engine process ended"
+
+    def _say_last(self, message: ToEngine) -> bool:
+        """Sends it and lets nobody send after it; false if that was done before."""
+        with self._send_lock:
+            if self._is_closed:
+                return False
+            self._is_closed = True
+            # An engine that failed has let go of its socket, and is about to end by itself.
+            with suppress(zmq.Again):
+                self._requests.send(encode(message), zmq.NOBLOCK)
+        return True
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        if self._exited is not None:
+            os.close(self._exited)
+        self._context.destroy(linger=linger_ms)
+
+
+class ChildEngineClient(_RemoteEngineClient):
+    """The engine in a child process, so that a crash in it can be answered for. Others may attach to it.
+
+    Owns the process, the folder with its sockets, and the pipe whose end ends the child.
+
+    Raises (constructor):
+        EngineError: the engine could not start; the message is its own.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
+        """`folder`: where others find the engine, see `AttachedEngineClient`; by default nobody does."""
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
+        else:
+            _make_private_folder(folder)
+        self._folder = folder
+        super().__init__("owner", folder, folder)
+        self._process = subprocess.Popen(
+            [
+                _python(),
+                "-m",
+                "deepinfer_backend.engine.engine_loop",
+                self._requests_address,
+                self._outputs_address,
+                self._client_id,
+            ],
+            stdin=subprocess.PIPE,
+            env=_child_environment(),
+        )
+        assert self._process.stdin is not None
+        try:
+            self._watch(self._process.pid)
+            self._process.stdin.write(config.model_dump_json().encode() + b"\n")
+            self._process.stdin.flush()
+            self.info = self._wait_until_ready()
+        except BrokenPipeError:
+            self.close()
+            raise EngineError("the engine process ended before it was ready; its log says why") from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends an engine that is stuck; first it shows where, in its log."""
+        self._process.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_TIMEOUT_S)
+        self._process.kill()
+
+    def close(self) -> None:
+        if not self._say_last(Shutdown()):
+            return
+        try:
+            self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._close_sockets(linger_ms=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_until_ready(self) -> EngineInfo:
+        while True:
+            match self._receive(_READY_POLL_S):
+                case None:
+                    continue
+                case EngineReady(info):
+                    return info
+                case EngineFailed(message):
+                    raise EngineError(message)
+                case unexpected:
+                    raise EngineError(f"unexpected message {type(unexpected).__name__} from the engine")
+
+    def _describe_end(self) -> str:
+        return f"the engine process ended with status {self._process.wait()}"
+
+
+class AttachedEngineClient(_RemoteEngineClient):
+    """An engine that another process has started, with `folder` for its sockets.
+
+    What this client asks for ends with it; the engine's end is its owner's business.
+
+    Raises (constructor):
+        UnavailableError: there is no engine at `folder` within `timeout_s`; one that is starting is waited for.
+    """
+
+    def __init__(self, folder: Path, client_name: str, timeout_s: float) -> None:
+        """`client_name`: for the logs, any."""
+        self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-client-"))
+        client_id = f"{client_name}-{os.getpid()}-{next(_attachment_numbers)}"
+        super().__init__(client_id, folder, self._folder)
+        try:
+            self._requests.send(encode(Attach(client_id, self._outputs_address, os.getpid())))
+            self.info = self._wait_until_ready(folder, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._say_last(Detach(self._client_id)):
+            self._close_sockets(linger_ms=0 if self._exited is None else _LAST_WORDS_TIMEOUT_MS)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_until_ready(self, folder: Path, timeout_s: float) -> EngineInfo:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            match self._receive(_READY_POLL_S):
+                case EngineReady(info, process_id):
+                    self._watch(process_id)
+                    return info
+                case None if folder.exists():  # one that loads its model takes as long as it takes
+                    continue
+                case None if time.monotonic() > deadline_s:
+                    raise UnavailableError(f"there was no engine to share within {timeout_s:g} s", reason="engine")
+                case _:
+                    continue
+
+
+def _make_private_folder(folder: Path) -> None:
+    """Its path can be guessed, so another user may have made it first: nobody else may put an engine there."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
+        raise EngineError(f"{folder} belongs to somebody else: it must be removed first")
+
+
+def _python() -> str:
+    """This environment's interpreter; inside Triton's stub `sys.executable` need not be one."""
+    if Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    candidates = [Path(sys.prefix) / "bin" / "python3", Path(sysconfig.get_path("scripts")) / "python3"]
+    return next((str(path) for path in candidates if path.exists()), "python3")
+
+
+def _child_environment() -> dict[str, str]:
+    package_parent = str(Path(__file__).resolve().parents[2])
+    search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": search_path, "PYTHONUTF8": "1"}
