@@ -103,6 +103,34 @@ class EngineConfig(BaseModel):
     max_engine_restarts: int = Field(
         5, ge=0, le=1000, description="Engine restarts within ten minutes before the model gives up."
     )
+    max_queue_size: int = Field(
+        1024, ge=0, description="Requests of one model that may wait for their first token; more are refused at once."
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0.0, description="Seconds that a request may wait until a step begins to compute it; none is no limit."
+    )
+    request_timeout_s: float | None = Field(
+        None, gt=0.0, description="Seconds that a request without a `timeout` of its own may take; none is no limit."
+    )
+    default_priority: int = Field(
+        0,
+        ge=-(2**31) + 1,
+        le=2**31 - 1,
+        description="Of requests that bring none, or Triton's word for none: 0.",
+    )
+    priority_aging_s: float = Field(
+        30.0,
+        ge=0.0,
+        description="Seconds of waiting worth one level of priority, so that none waits for ever; 0 is strict.",
+    )
+    step_timeout_s: float = Field(
+        300.0, gt=0.0, description="Seconds that one step may take before the engine counts as stuck and is restarted."
+    )
+    enable_log_requests: bool = Field(False, description="Log each request's prompt and parameters as well.")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="Where spans of traced requests go: the address of an OpenTelemetry collector, OTLP over HTTP.",
+    )
     stats_interval_s: float = Field(
         10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
     )

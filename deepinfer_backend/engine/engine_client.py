@@ -56,6 +56,9 @@ class EngineClient(Protocol):
             EngineDeadError: the engine ended; every request in it is lost.
         """
 
+    def kill(self) -> None:
+        """Ends an engine that is stuck; its end is then told as any other."""
+
     def close(self) -> None:
         """Ends the engine and frees what it held; safe to call twice."""
 
@@ -108,6 +111,9 @@ class InprocEngineClient:
         engine = self.engine
         handles = engine.step() if engine.has_unfinished_requests() else engine.flush_inflight_reqs()
         return sort_out_failures(engine.request_output_pool.clone(handles), engine.take_results(), None)
+
+    def kill(self) -> None:
+        """Nothing: whoever could call it is what is stuck."""
 
     def close(self) -> None:
         self.engine.close()

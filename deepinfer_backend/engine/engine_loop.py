@@ -138,9 +138,9 @@ class EngineLoop:
         for result in results:
             results_of[result.client_index].append(result)
         for client_index in {OWNER_INDEX, *outputs_of, *results_of}:
-            self._clients.send(
-                client_index, StepOutputs(results_of[client_index], outputs_of.get(client_index, b""), stats)
-            )
+            outputs = outputs_of.get(client_index, b"")
+            told_stats = stats if client_index == OWNER_INDEX else None
+            self._clients.send(client_index, StepOutputs(results_of[client_index], outputs, told_stats))
         self._stats_line.update(stats, self._engine.timers)
 
 

@@ -253,6 +253,9 @@ class AttachedEngineClient(_RemoteEngineClient):
             self.close()
             raise
 
+    def kill(self) -> None:
+        """Nothing: its owner sees what this client sees."""
+
     def close(self) -> None:
         if self._say_last(Detach(self._client_id)):
             self._close_sockets(linger_ms=0 if self._exited is None else _LAST_WORDS_TIMEOUT_MS)

@@ -114,6 +114,7 @@ class LLMEngine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_consecutive_prefills=config.max_consecutive_prefills,
                 prefill_attempt_interval=config.prefill_attempt_interval,
+                priority_aging_s=config.priority_aging_s,
                 hash_seed=random.SystemRandom().getrandbits(64),
             )
         )

@@ -174,11 +174,14 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step brought a client: results first, then outputs, packed by `RequestOutputPool.pack`; b"" is none."""
+    """What one step brought a client: results first, then outputs, packed by `RequestOutputPool.pack`; b"" is none.
+
+    `stats`: for the owner alone, of the whole engine.
+    """
 
     results: list[RequestResult]
     outputs: bytes
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 ToEngine = Attach | Detach | AddRequest | AbortRequests | AbortSequences | Shutdown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -28,6 +29,25 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
+class _Watchdog:
+    """Whether an engine that has work is silent for too long. An engine with work tells of it after each step."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._is_busy = False
+        self._last_message_s = time.monotonic()
+
+    def is_stuck(self, outputs: EngineOutputs | None) -> bool:
+        """To be asked with whatever the engine told last; None: nothing."""
+        now_s = time.monotonic()
+        if outputs is None:
+            return self._is_busy and now_s - self._last_message_s > self.timeout_s
+        self._last_message_s = now_s
+        if outputs.stats is not None:
+            self._is_busy = outputs.stats.num_running + outputs.stats.num_waiting > 0
+        return False
+
+
 class EngineSupervisor:
     """Owns the engine client and the thread that reads from it.
 
@@ -38,25 +58,25 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        config: EngineConfig,
-        start_engine: Callable[[EngineConfig], EngineClient],
+        start_engine: Callable[[], EngineClient],
         *,
         on_outputs: Callable[[EngineOutputs], None],
         on_death: Callable[[EngineDeadError], None],
         on_failed: Callable[[], None],
     ) -> None:
         """Starts the first engine; raises what that raises."""
-        self._config = config
         self._start_engine = start_engine
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_failed = on_failed
-        self._restart_budget = RestartBudget(config.max_engine_restarts)
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards _client, _state and info
-        self._client = start_engine(config)
+        self._client = start_engine()
         self._state = EngineState.RUNNING
         self.info: EngineInfo = self._client.info
+        config = EngineConfig(**self.info.config)
+        self._restart_budget = RestartBudget(config.max_engine_restarts)
+        self._watchdog = _Watchdog(config.step_timeout_s)
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -111,6 +131,9 @@ class EngineSupervisor:
         while not self._stopping.is_set():
             try:
                 outputs = self._client.get_outputs(_POLL_TIMEOUT_S)
+                if self._watchdog.is_stuck(outputs):
+                    logger.error("no step within %g s: the engine is stuck and is ended", self._watchdog.timeout_s)
+                    self._client.kill()
                 if outputs is not None:
                     self._on_outputs(outputs)
             except Exception as error:
@@ -140,11 +163,12 @@ class EngineSupervisor:
                 self._on_failed()
                 return False
             try:
-                client = self._start_engine(self._config)
+                client = self._start_engine()
             except Exception:
                 logger.exception("the engine does not start")
                 delay_s = min(max(2 * delay_s, _FIRST_RETRY_DELAY_S), _MAX_RETRY_DELAY_S)
                 continue
+            self._watchdog = _Watchdog(self._watchdog.timeout_s)
             with self._lock:
                 self._client, self.info, self._state = client, client.info, EngineState.RUNNING
             logger.warning("a new engine is running")

@@ -19,8 +19,10 @@ from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
 from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
+from deepinfer_backend.triton.generate_request import CancelRequest, GenerateRequest, WireInterface
 from deepinfer_backend.triton.metrics import ModelMetrics
-from deepinfer_backend.triton.request import GenerateRequest, new_request_id, parse_request, read_utf8
+from deepinfer_backend.triton.request import native_interface, new_request_id, read_utf8
+from deepinfer_backend.triton.request_log import log_request
 from deepinfer_backend.triton.responder import Responder
 from deepinfer_backend.triton.response_stream import ResponseStream
 from deepinfer_backend.triton.shutdown_signal import ShutdownSignal, drain_timeout_s
@@ -39,40 +41,42 @@ class Frontend:
 
     def __init__(
         self,
-        config: EngineConfig,
         *,
         model_name: str,
         model_version: str,
-        start_engine: Callable[[EngineConfig], EngineClient],
+        start_engine: Callable[[], EngineClient],
         load_tokenizer: Callable[[EngineInfo], Any],
         give_up: Callable[[], None],
+        interface: WireInterface = native_interface,
     ) -> None:
         """Starts the engine and blocks until it is ready; raises DeepInferError if it cannot start.
 
         `give_up` is called once if the engine dies too often.
         """
+        self._model_name = model_name
         self._is_draining = False
         self._input_queue: SimpleQueue[GenerateRequest | None] = SimpleQueue()
         self._supervisor = EngineSupervisor(
-            config,
             start_engine,
             on_outputs=self._on_outputs,
             on_death=self._on_engine_death,
             on_failed=give_up,
         )
         try:
-            tokenizer = load_tokenizer(self._supervisor.info)
+            info = self._supervisor.info
+            config = EngineConfig(**info.config)
+            tokenizer = load_tokenizer(info)
+            self._parse_request = interface(tokenizer, info, config)
         except BaseException:
             self._supervisor.stop()
             raise
-        self._max_message_bytes = config.max_message_bytes
-        self._input_processor = InputProcessor(tokenizer, self._supervisor.info, config)
+        self._input_processor = InputProcessor(tokenizer, info, config)
         self._metrics = ModelMetrics(model_name, model_version)
         self._responder = Responder(
             OutputProcessor(tokenizer),
             self._supervisor.abort_requests,
             self._supervisor.abort_sequences,
-            self._metrics.record_latency,
+            [self._metrics.record_request, log_request],
         )
         self._watcher = Watcher(
             self._responder,
@@ -113,17 +117,22 @@ class Frontend:
         sender = request.get_response_sender()
         request_id = ""
         try:
-            request_id = new_request_id(read_utf8("id", request.request_id))
+            client_request_id = read_utf8("id", request.request_id)
+            request_id = new_request_id(client_request_id, self._model_name)
             self._check_available()
-            generate_request = parse_request(request, request_id, self._max_message_bytes)
+            parsed = self._parse_request(request, request_id, client_request_id)
         except DeepInferError as error:
             self._refuse(request_id, sender, error)
         except Exception:
             logger.exception("request %s: cannot be read", request_id)
             self._refuse(request_id, sender, _internal_error(request_id))
         else:
-            self._responder.open(ResponseStream(request_id, sender, generate_request))
-            self._input_queue.put(generate_request)
+            if isinstance(parsed, CancelRequest):
+                self._responder.open(ResponseStream(request_id, sender, None))
+                self._responder.cancel(parsed)
+            else:
+                self._responder.open(ResponseStream(request_id, sender, parsed))
+                self._input_queue.put(parsed)
 
     def _check_available(self) -> None:
         if self._is_draining:
@@ -131,7 +140,7 @@ class Frontend:
         self._supervisor.check_available()
 
     def _refuse(self, request_id: str, sender: Any, error: DeepInferError) -> None:
-        request_id = request_id or new_request_id("")  # its own cannot be read
+        request_id = request_id or new_request_id("", self._model_name)  # its own cannot be read
         self._responder.open(ResponseStream(request_id, sender, None))
         self._responder.fail(request_id, error)
 
@@ -155,9 +164,9 @@ class Frontend:
             priority=request.priority,
             stream=request.stream,
             embedding=request.embedding,
-            wants_logprobs="logprobs" in request.output_names,
-            wants_cumulative_logprob="cumulative_logprob" in request.output_names,
-            wants_prompt_logprobs="prompt_logprobs" in request.output_names,
+            wants_logprobs=request.wants_logprobs,
+            wants_cumulative_logprob=request.wants_cumulative_logprob,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
         self._responder.admit(engine_request)
         self._supervisor.add_request(engine_request)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.engine.messages import EngineStats
+from deepinfer_backend.triton.generate_request import RequestSummary
 
 _GAUGES = {
     "deepinfer_requests_running": "Sequences in the engine's running batch.",
@@ -26,21 +26,13 @@ _HISTOGRAMS = {
     "deepinfer_e2e_request_latency_seconds": "From arrival to the last token.",
 }
 _BUCKETS_S = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
-_MAX_KEPT_LATENCIES = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLatency:
-    """How long one finished request took; the first token's time is None where none came."""
-
-    time_to_first_token_s: float | None
-    e2e_latency_s: float
+_MAX_KEPT_REQUESTS = 65_536
 
 
 class ModelMetrics:
     """One model's metrics.
 
-    `record_stats` and `record_latency` may be called from any thread and only take note; `publish` and `close` belong
+    `record_stats` and `record_request` may be called from any thread and only take note; `publish` and `close` belong
     to one thread: each value that Triton is told costs 20 µs, so the step and the responder do not pay for it.
     """
 
@@ -50,7 +42,7 @@ class ModelMetrics:
         self._metrics: dict[str, Any] = {}
         self._stats = EngineStats()
         self._published = EngineStats()
-        self._latencies: deque[RequestLatency] = deque(maxlen=_MAX_KEPT_LATENCIES)
+        self._requests: deque[RequestSummary] = deque(maxlen=_MAX_KEPT_REQUESTS)
         kinds = pb_utils.MetricFamily
         for name, description in _GAUGES.items():
             self._add(name, description, kinds.GAUGE)
@@ -62,24 +54,28 @@ class ModelMetrics:
     def record_stats(self, stats: EngineStats) -> None:
         self._stats = stats
 
-    def record_latency(self, latency: RequestLatency) -> None:
-        self._latencies.append(latency)
+    def record_request(self, request: RequestSummary) -> None:
+        self._requests.append(request)
 
     def publish(self) -> None:
         """Tells Triton what changed since the last call."""
-        # Latencies first: whoever sees a request in them sees its tokens in the counters.
-        while self._latencies:
-            self._publish_latency(self._latencies.popleft())
+        # Requests first: whoever sees one in them sees its tokens in the counters.
+        while self._requests:
+            self._publish_request(self._requests.popleft())
         stats, before = self._stats, self._published
         if stats is not before:
             self._published = stats
             # A new engine counts from zero.
             self._publish_stats(stats, before if before.num_steps <= stats.num_steps else EngineStats())
 
-    def _publish_latency(self, latency: RequestLatency) -> None:
-        if latency.time_to_first_token_s is not None:
-            self._metrics["deepinfer_time_to_first_token_seconds"].observe(latency.time_to_first_token_s)
-        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(latency.e2e_latency_s)
+    def _publish_request(self, request: RequestSummary) -> None:
+        if request.error is not None:
+            return
+        if request.first_token_time_ns:
+            first_token_s = (request.first_token_time_ns - request.arrival_time_ns) / 1e9
+            self._metrics["deepinfer_time_to_first_token_seconds"].observe(first_token_s)
+        e2e_s = (request.end_time_ns - request.arrival_time_ns) / 1e9
+        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(e2e_s)
 
     def _publish_stats(self, stats: EngineStats, before: EngineStats) -> None:
         self._metrics["deepinfer_requests_running"].set(stats.num_running)

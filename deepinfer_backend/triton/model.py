@@ -59,9 +59,11 @@ class TritonPythonModel:
         return self._frontend.is_available()
 
     def finalize(self) -> None:
-        self._frontend.close()
-        if self._entry is not None:
-            self._entry.remove()
+        try:
+            self._frontend.close()
+        finally:
+            if self._entry is not None:
+                self._entry.remove()
         logger.info("closed")
 
 

@@ -1,20 +1,23 @@
-"""Triton's tensors and parameters → GenerateRequest, checked."""
+"""Our own interface, a superset of the vLLM backend's: Triton's tensors and parameters → GenerateRequest, checked."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat, read_json
 from deepinfer_backend.engine.input_processor import Prompt
-from deepinfer_backend.engine.messages import EmbeddingParams
+from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo
 from deepinfer_backend.errors import InvalidRequestError, nearest_name, shown
 from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.triton.generate_request import CancelRequest, GenerateRequest, RequestParser
 from deepinfer_backend.triton.input_tensors import InputTensors
 from deepinfer_backend.triton.model_config import OUTPUTS, RETURN_INPUTS
+from deepinfer_backend.triton.response_tensors import build_output_tensors
 
 MAX_SAMPLING_PARAMETERS_BYTES = 1_048_576
 MAX_SHOWN_ID_CHARS = 64
@@ -34,29 +37,13 @@ _ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS)
 _request_numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One request as the client sent it, copied out of shared memory and checked as far as that is cheap.
+def new_request_id(client_id: str, model_name: str) -> str:
+    """A unique id that carries the client's, escaped (so that it cannot forge a log line) and cut.
 
-    `request_id` is ours: unique in this process, and begins with what a log may show of the client's own.
-    `echo` stands in front of each text. `output_names`: the tensors that the client is to get.
+    The model's name is in it, since several may share one engine.
     """
-
-    request_id: str
-    prompt: Prompt
-    embedding: EmbeddingParams | None
-    sampling_params: SamplingParams
-    stream: bool
-    echo: str
-    priority: int
-    timeout_s: float | None
-    output_names: frozenset[str]
-
-
-def new_request_id(client_id: str) -> str:
-    """A unique id that carries the client's, escaped (so that it cannot forge a log line) and cut."""
     escaped = client_id.encode("unicode_escape").decode("ascii")[:MAX_SHOWN_ID_CHARS]
-    return f"{escaped or 'request'}#{next(_request_numbers)}"
+    return f"{escaped or 'request'}#{model_name}.{next(_request_numbers)}"
 
 
 def read_utf8(what: str, read: Callable[[], str]) -> str:
@@ -71,7 +58,14 @@ def read_utf8(what: str, read: Callable[[], str]) -> str:
         raise InvalidRequestError(f"{what} is not valid UTF-8: {error.reason} at {error.start}") from None
 
 
-def parse_request(request: Any, request_id: str, max_message_bytes: int) -> GenerateRequest:
+def native_interface(tokenizer: Any, info: EngineInfo, config: EngineConfig) -> RequestParser:
+    """The WireInterface of our own."""
+    return partial(parse_request, max_message_bytes=config.max_message_bytes)
+
+
+def parse_request(
+    request: Any, request_id: str, client_request_id: str, *, max_message_bytes: int
+) -> GenerateRequest | CancelRequest:
     """Reads a Triton InferenceRequest.
 
     max_message_bytes: the largest `messages`, `tools`, `chat_template_kwargs` and `embedding_request`, each.
@@ -92,16 +86,21 @@ def parse_request(request: Any, request_id: str, max_message_bytes: int) -> Gene
     priority, timeout_s, sampling_fields = _split_parameters(parameters)
     sampling_fields.update(_read_sampling_parameters(tensors))
     params = SamplingParams(**sampling_fields)
+    output_names = _output_names(tensors, request.requested_output_names(), params)
     return GenerateRequest(
         request_id=request_id,
+        client_request_id=client_request_id,
         prompt=prompt,
-        embedding=embedding,
         sampling_params=params,
+        build_tensors=partial(build_output_tensors, output_names=output_names),
+        embedding=embedding,
         stream=stream,
         echo=str(prompt) if is_echoed else "",
         priority=priority,
         timeout_s=timeout_s if timeout_s is not None else request.timeout() / 1e6 or None,
-        output_names=_output_names(tensors, request.requested_output_names(), params),
+        wants_logprobs="logprobs" in output_names,
+        wants_cumulative_logprob="cumulative_logprob" in output_names,
+        wants_prompt_logprobs="prompt_logprobs" in output_names,
     )
 
 

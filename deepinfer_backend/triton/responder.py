@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -15,9 +15,16 @@ from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.engine.engine_client import EngineOutputs
 from deepinfer_backend.engine.messages import EngineRequest, RequestResult
 from deepinfer_backend.engine.output_processor import ProcessedOutputs
-from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
+from deepinfer_backend.errors import (
+    DeepInferError,
+    EngineError,
+    InvalidRequestError,
+    RequestCancelledError,
+    UnavailableError,
+    shown,
+)
 from deepinfer_backend.outputs import TextDelta
-from deepinfer_backend.triton.metrics import RequestLatency
+from deepinfer_backend.triton.generate_request import CancelRequest, RequestObserver
 from deepinfer_backend.triton.response_stream import ResponseStream
 
 logger = logging.getLogger(__name__)
@@ -51,11 +58,16 @@ class _FailAll:
     error: DeepInferError
 
 
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request: CancelRequest
+
+
 class _Stop:
     pass
 
 
-_Event = _Admit | EngineOutputs | _Fail | _FailAll | _Stop
+_Event = _Admit | EngineOutputs | _Fail | _FailAll | _Cancel | _Stop
 
 
 class Responder:
@@ -70,12 +82,13 @@ class Responder:
         output_processor: TokensToText,
         abort_requests: Callable[[list[str]], None],
         abort_sequences: Callable[[list[tuple[str, int]]], None],
-        observe: Callable[[RequestLatency], None],
+        observers: Sequence[RequestObserver],
     ) -> None:
+        """`observers`: each is told of every request when it has ended."""
         self._output_processor = output_processor
         self._abort_requests = abort_requests
         self._abort_sequences = abort_sequences
-        self._observe = observe
+        self._observers = observers
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._lock = threading.Lock()  # guards _open against a change while it is copied
         self._open: dict[str, ResponseStream] = {}
@@ -113,6 +126,10 @@ class Responder:
     def fail(self, request_id: str, error: DeepInferError) -> None:
         self._events.put(_Fail(request_id, error))
 
+    def cancel(self, request: CancelRequest) -> None:
+        """Ends the streams of the client's requests with that id, then answers the request that asked for it."""
+        self._events.put(_Cancel(request))
+
     def fail_all(self, error: DeepInferError) -> None:
         """Ends every stream that is open when the responder comes to it."""
         self._events.put(_FailAll(error))
@@ -129,6 +146,8 @@ class Responder:
             for event in events:
                 if isinstance(event, _Fail):
                     self._end_with_error(event.request_id, event.error)
+                elif isinstance(event, _Cancel):
+                    self._cancel(event.request)
                 elif isinstance(event, _FailAll):
                     for stream in self.open_streams():
                         self._end_with_error(stream.request_id, event.error)
@@ -184,28 +203,48 @@ class Responder:
             return
         stream.send_delta(delta)
         if delta.ends_request:
-            self._observe(stream.latency())
-            self._forget(request_id)
+            self._forget(stream, None)
         elif stream.is_finished:  # its client is gone
             self._abort_requests([request_id])
-            self._forget(request_id)
+            self._forget(stream, RequestCancelledError("the client takes no responses", reason="client"))
 
     def _end_with_error(self, request_id: str, error: DeepInferError, *, abort: bool = True) -> None:
         stream = self._open.get(request_id)
         if stream is None:
             return
-        logger.info("request %s ended: %s", request_id, error)
         stream.fail(error)
         if abort and request_id in self._admitted:
             self._abort_requests([request_id])
-        self._forget(request_id)
+        self._forget(stream, error)
 
-    def _forget(self, request_id: str) -> None:
+    def _cancel(self, request: CancelRequest) -> None:
+        asking = self._open.get(request.request_id)
+        if asking is None:
+            return
+        streams = [stream for stream in self.open_streams() if stream.client_request_id == request.client_request_id]
+        for stream in streams:
+            error = RequestCancelledError("cancelled by the request's id", reason="request_id")
+            self._end_with_error(stream.request_id, error)
+        if not streams:
+            error_ = InvalidRequestError(f"no request with the id {shown(request.client_request_id)} is running")
+            self._end_with_error(request.request_id, error_)
+        else:
+            asking.acknowledge()
+            self._forget(asking, None)
+
+    def _forget(self, stream: ResponseStream, error: DeepInferError | None) -> None:
+        request_id = stream.request_id
         with self._lock:
             self._open.pop(request_id, None)
         if request_id in self._admitted:
             self._admitted.discard(request_id)
             self._output_processor.remove_request(request_id)
+        summary = stream.summary(error)
+        for observe in self._observers:
+            try:
+                observe(summary)
+            except Exception:
+                logger.exception("request %s: an observer failed", request_id)
 
     @contextmanager
     def _guard(self, request_id: str) -> Iterator[None]:

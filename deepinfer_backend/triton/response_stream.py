@@ -6,15 +6,13 @@ import logging
 import threading
 import time
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.errors import DeepInferError
-from deepinfer_backend.outputs import TextDelta
-from deepinfer_backend.triton.metrics import RequestLatency
-from deepinfer_backend.triton.request import GenerateRequest
-from deepinfer_backend.triton.response_tensors import build_output_tensors
+from deepinfer_backend.outputs import RequestTimes, TextDelta
+from deepinfer_backend.triton.generate_request import GenerateRequest, RequestSummary
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +24,14 @@ class State(Enum):
     FINISHED = "finished"  # FINAL was sent, or Triton refused to take it: nothing is ever sent again
 
 
+class _Progress(NamedTuple):
+    """Of one sequence, up to its last delta."""
+
+    num_output_tokens: int
+    times: RequestTimes
+    finish_reason: str | None
+
+
 class ResponseStream:
     """One request's way back to its client.
 
@@ -34,15 +40,21 @@ class ResponseStream:
     A client that does not stream gets one response, which has the whole sequences in order of their index.
     """
 
-    def __init__(self, request_id: str, sender: Any, request: GenerateRequest | None) -> None:
-        """`request` is None when it could not be read: such a stream can only fail."""
+    def __init__(self, request_id: str, sender: Any, request: GenerateRequest | None, trace_context: str = "") -> None:
+        """`request` is None when it could not be read: such a stream can only fail.
+
+        trace_context: Triton's, for spans of ours that go on from it; "" when the request is not traced.
+        """
         self.request_id = request_id
+        self.client_request_id = "" if request is None else request.client_request_id
         self.arrival_time_ns = time.monotonic_ns()
-        self.first_token_s: float | None = None
         self.deadline_s = self.arrival_s + request.timeout_s if request and request.timeout_s else None
         self._sender = sender
         self._request = request
+        self._trace_context = trace_context
         self._sequences: dict[int, TextDelta] = {}
+        self._progress: dict[int, _Progress] = {}
+        self._num_prompt_tokens = self._num_cached_tokens = 0
         # Guards sender and state: Triton 2.51 crashes when a sender is asked is_cancelled() after its FINAL.
         self._lock = threading.Lock()
         self._state = State.OPEN
@@ -61,17 +73,35 @@ class ResponseStream:
         """In the time of `time.monotonic`."""
         return self.arrival_time_ns / 1e9
 
-    def latency(self) -> RequestLatency:
-        """How long it took until now."""
-        first_s = None if self.first_token_s is None else self.first_token_s - self.arrival_s
-        return RequestLatency(first_s, time.monotonic() - self.arrival_s)
+    @property
+    def has_started(self) -> bool:
+        """Whether anything of its answer has come."""
+        return bool(self._progress)
+
+    def summary(self, error: DeepInferError | None) -> RequestSummary:
+        """How it went until now, when it ends."""
+        sequences = [self._progress[index] for index in sorted(self._progress)]
+        times = [sequence.times for sequence in sequences]
+        return RequestSummary(
+            request_id=self.request_id,
+            trace_context=self._trace_context,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=sum(sequence.num_output_tokens for sequence in sequences),
+            arrival_time_ns=self.arrival_time_ns,
+            first_scheduled_time_ns=min((each.first_scheduled_time_ns for each in times), default=0),
+            first_token_time_ns=min((each.first_token_time_ns for each in times), default=0),
+            last_token_time_ns=max((each.last_token_time_ns for each in times), default=0),
+            end_time_ns=time.monotonic_ns(),
+            finish_reasons=tuple(each.finish_reason for each in sequences if each.finish_reason is not None),
+            error=error,
+        )
 
     def send_delta(self, delta: TextDelta) -> None:
         """Sends it, or keeps it for a client that does not stream; the one that ends the request is the last."""
         request = self._request
         assert request is not None
-        if self.first_token_s is None and delta.token_ids:
-            self.first_token_s = time.monotonic()
+        self._note(delta)
         deltas = [delta]
         if not request.stream:
             if delta.sequence_index in self._sequences:
@@ -82,13 +112,21 @@ class ResponseStream:
             if not delta.ends_request:
                 return
             deltas = [self._sequences[index] for index in sorted(self._sequences)]
-        response = pb_utils.InferenceResponse(build_output_tensors(deltas, request.output_names))
+        response = pb_utils.InferenceResponse(request.build_tensors(deltas))
         self._send(response, is_final=delta.ends_request)
+
+    def acknowledge(self) -> None:
+        """Ends the request with a response that says nothing but that what it asked for was done."""
+        self._send(pb_utils.InferenceResponse([]), is_final=True)
 
     def fail(self, error: DeepInferError) -> None:
         """Ends the request with an error."""
         code = getattr(pb_utils.TritonError, error.word, pb_utils.TritonError.INTERNAL)
         self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), is_final=True)
+
+    def _note(self, delta: TextDelta) -> None:
+        self._num_prompt_tokens, self._num_cached_tokens = delta.num_prompt_tokens, delta.num_cached_tokens
+        self._progress[delta.sequence_index] = _Progress(delta.num_output_tokens, delta.times, delta.finish_reason)
 
     def _send(self, response: Any, *, is_final: bool) -> None:
         with self._lock:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,44 +16,80 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.engine_process import ChildEngineClient
+from deepinfer_backend.engine.engine_client import EngineClient
+from deepinfer_backend.engine.engine_process import AttachedEngineClient, ChildEngineClient
 from deepinfer_backend.engine.messages import EngineInfo
-from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
+from deepinfer_backend.errors import ConfigError, shown
+from deepinfer_backend.models.loader import load_tokenizer
 from deepinfer_backend.triton.frontend import Frontend
+from deepinfer_backend.triton.generate_request import WireInterface
+from deepinfer_backend.triton.request import native_interface
 from deepinfer_backend.triton.shutdown_signal import end_with_server
 
 logger = logging.getLogger(__name__)
 
+ENGINE_OF = "engine_of"
+"""The one key of a model.json whose model shares the engine of another one, which it names."""
+
+_ATTACH_TIMEOUT_S = 60.0  # until there is an engine that starts; that it starts may take longer
 _TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"
 
 
 def start_frontend(
-    arguments: Mapping[str, Any], *, model_name: str, model_version: str, instance_kind: str, device_id: str
+    arguments: Mapping[str, Any],
+    *,
+    model_name: str,
+    model_version: str,
+    instance_kind: str,
+    device_id: str,
+    interface: WireInterface = native_interface,
 ) -> Frontend:
-    """Blocks until the engine is ready.
+    """Blocks until the engine is ready: its own, or that of the model that `engine_of` names.
 
     Raises:
         DeepInferError: the arguments are wrong, or the engine cannot start.
     """
     end_with_server()
-    config = _place_on_device(EngineConfig(**arguments), instance_kind, device_id)
-    if not config.skip_tokenizer_init:
-        # The tokenizer's library takes as long to import as an engine to start: side by side.
-        threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
-
-    def load(info: EngineInfo) -> Any:
-        if config.skip_tokenizer_init:
-            return None
-        return load_tokenizer(resolve_tokenizer(config.tokenizer, Path(info.model_path)))
-
+    # The tokenizer's library takes as long to import as an engine to start: side by side.
+    threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
     return Frontend(
-        config,
         model_name=model_name,
         model_version=model_version,
-        start_engine=ChildEngineClient,
-        load_tokenizer=load,
+        start_engine=_engine_starter(arguments, model_name, instance_kind, device_id),
+        load_tokenizer=load_tokenizer_of,
         give_up=lambda: _unload(model_name),
+        interface=interface,
     )
+
+
+def load_tokenizer_of(info: EngineInfo) -> Any:
+    """The tokenizer of an engine's model; None for an engine without one."""
+    return None if info.config["skip_tokenizer_init"] else load_tokenizer(Path(info.tokenizer_path))
+
+
+def engine_folder(model_name: str) -> Path:
+    """Where the engine of this server's model has its sockets, known to all models of the server.
+
+    A socket's path is short: at most 107 bytes.
+    """
+    digest = hashlib.sha256(model_name.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"deepinfer-engine-{os.getppid()}-{digest}"
+
+
+def _engine_starter(
+    arguments: Mapping[str, Any], model_name: str, instance_kind: str, device_id: str
+) -> Callable[[], EngineClient]:
+    owner = arguments.get(ENGINE_OF)
+    if owner is None:
+        config = _place_on_device(EngineConfig(**arguments), instance_kind, device_id)
+        return partial(ChildEngineClient, config, engine_folder(model_name))
+    others = sorted(arguments.keys() - {ENGINE_OF})
+    if others or not isinstance(owner, str):
+        raise ConfigError(
+            f"{ENGINE_OF} is {shown(owner)}: must be the name of a model, and all that model.json says"
+            + (f", not beside {others[0]}" if others else "")
+        )
+    return partial(AttachedEngineClient, engine_folder(owner), model_name, _ATTACH_TIMEOUT_S)
 
 
 def _place_on_device(config: EngineConfig, instance_kind: str, device_id: str) -> EngineConfig:

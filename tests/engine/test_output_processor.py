@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepinfer_backend.engine.messages import Embedding, EmbeddingParams, EngineRequest, PromptLogprobs
+from deepinfer_backend.engine.messages import Embedding, EmbeddingParams, EngineRequest
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.outputs import TextDelta
 from deepinfer_backend.sampling_params import SamplingParams
-from tests.support.fake_engine import output
+from tests.support.fake_engine import output, prompt_logprobs_of
 from tests.support.tokenizers import bundled_tokenizer
 
 ARRIVAL_NS = 7
@@ -175,7 +175,7 @@ def test_prompt_logprobs_are_on_the_first_delta_with_nothing_for_the_first_token
         np.array([[-1.5, -0.5], [-math.inf, -0.25]], np.float32),
         np.array([[4, 1], [900, 1]], np.int32),
     ]
-    run.step(results=[PromptLogprobs("id", *[array.tobytes() for array in arrays])])
+    run.step(results=[prompt_logprobs_of("id", *arrays)])
     run.step(token(WORDS[0], 1), token(WORDS[0], 0))
     run.step(token(WORDS[1], 0, "LENGTH"))
     first, *others = run.deltas

@@ -9,9 +9,12 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineOutputs, RequestFailure
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, PromptLogprobs, RequestResult
 from deepinfer_backend.errors import DeepInferError, EngineDeadError
 
 
@@ -38,12 +41,18 @@ def output(request_id: str, token_id: int, finish_reason: str = "NONE", **others
     )
 
 
+def prompt_logprobs_of(
+    request_id: str, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any]
+) -> PromptLogprobs:
+    return PromptLogprobs(request_id, token_ids.tobytes(), logprobs.astype(np.float32).tobytes(), ranks.tobytes())
+
+
 class FakeEngine:
     """Records what it is asked; answers with what the test puts in."""
 
-    info = EngineInfo("/nowhere", 100, 1000, 50, 16, "cpu", "float32", hidden_size=8)
-
     def __init__(self, config: EngineConfig | None = None) -> None:
+        arguments = (config or EngineConfig()).model_dump(mode="json")
+        self.info = EngineInfo("/nowhere", 100, 1000, 50, 16, "cpu", "float32", hidden_size=8, config=arguments)
         self.added: SimpleQueue[EngineRequest] = SimpleQueue()
         self.aborted: list[str] = []
         self.aborted_sequences: list[tuple[str, int]] = []
@@ -70,6 +79,9 @@ class FakeEngine:
         if isinstance(round_, Exception):
             raise round_
         return round_
+
+    def kill(self) -> None:
+        self.die()
 
     def close(self) -> None:
         self.is_closed = True

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,10 +18,10 @@ import numpy as np
 import pytest
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.messages import Embedding, EmbeddingParams, EngineStats, PromptLogprobs
+from deepinfer_backend.engine.messages import Embedding, EmbeddingParams, EngineStats
 from deepinfer_backend.errors import ConfigError, EngineError, InvalidRequestError
 from tests.support import fake_triton
-from tests.support.fake_engine import FakeEngine, output
+from tests.support.fake_engine import FakeEngine, output, prompt_logprobs_of
 from tests.support.fake_triton import MetricFamily, Request, TritonError
 from tests.support.triton_server import wait_until
 
@@ -44,6 +45,7 @@ class Engines:
         self.gave_up = threading.Event()
 
     def start(self, config: EngineConfig) -> FakeEngine:
+        """As partial(…, config) it takes the place of what starts a real one."""
         assert self.may_start.wait(10)
         if self.start_error is not None:
             raise self.start_error
@@ -58,10 +60,9 @@ class Engines:
 @contextmanager
 def running_frontend(engines: Engines, **config: Any) -> Iterator[Frontend]:
     frontend = Frontend(
-        EngineConfig(**config),
         model_name="fake",
         model_version="1",
-        start_engine=engines.start,
+        start_engine=partial(engines.start, EngineConfig(**config)),
         load_tokenizer=lambda info: None,
         give_up=engines.gave_up.set,
     )
@@ -243,7 +244,7 @@ def test_prompt_logprobs_are_sent_once(frontend: Frontend, engine: FakeEngine) -
     added = engine.next_request()
     assert added.sampling_params.prompt_logprobs == 0
     arrays = [np.array([[2]], np.int32), np.array([[-np.inf]], np.float32), np.array([[7]], np.int32)]
-    result = PromptLogprobs(added.request_id, *(array.tobytes() for array in arrays))
+    result = prompt_logprobs_of(added.request_id, *arrays)
     engine.step(output(added.request_id, 5), results=[result])
     wait_until(lambda: len(sent.sender.sent) == 1, 5, "first response")
     engine.step(output(added.request_id, 6, "LENGTH"))

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 1_000
 
 
 def parse(**request: Any) -> Any:
-    return parse_request(Request(**request), "id", MAX_MESSAGE_BYTES)
+    return parse_request(Request(**request), "id", "", max_message_bytes=MAX_MESSAGE_BYTES)
 
 
 def test_the_tensor_wins_over_the_request_parameter() -> None:
@@ -56,9 +56,9 @@ def test_tritons_own_parameters_are_no_sampling_parameters() -> None:
 
 def test_a_parameter_that_is_not_utf_8_is_the_clients_mistake() -> None:
     request = Request(text_input="x")
-    request.parameters = lambda: b'{"\xff": 1}'.decode()  # type: ignore[method-assign]
+    request.parameters = b'{"\xff": 1}'.decode  # type: ignore[method-assign]
     with pytest.raises(InvalidRequestError, match="not valid UTF-8"):
-        parse_request(request, "id", MAX_MESSAGE_BYTES)
+        parse_request(request, "id", "", max_message_bytes=MAX_MESSAGE_BYTES)
 
 
 def test_a_grpc_timeout_is_a_deadline_too() -> None:
@@ -132,7 +132,7 @@ ALL_OUTPUTS = tuple(spec.name for spec in OUTPUTS)
 )
 def test_an_additional_output_must_be_asked_for(asked: dict[str, Any], expected: set[str]) -> None:
     """All of them together are what Triton says for a client that named none."""
-    assert parse(text_input="x", **asked).output_names == ALWAYS | expected
+    assert parse(text_input="x", **asked).build_tensors.keywords["output_names"] == ALWAYS | expected
 
 
 HELLO = json.dumps([{"role": "user", "content": "hi"}])
@@ -233,7 +233,7 @@ def test_a_bad_request_names_field_value_and_limit(name: str) -> None:
 
 
 def test_request_ids_are_unique_and_cannot_forge_a_log_line() -> None:
-    first, second = (new_request_id("a\nERROR é" + "x" * 1_000) for _ in range(2))
+    first, second = (new_request_id("a\nERROR é" + "x" * 1_000, "model") for _ in range(2))
     assert first != second
     assert first.startswith("a\\nERROR \\xe9xxx")
     assert first.isascii() and first.isprintable() and len(first) < 100
