@@ -26,6 +26,7 @@ from tests.support.tiny_gguf import write_tiny_gguf
 COMMAND = [sys.executable, "-c", "from deepinfer_backend.cli import main; main()"]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 15.0
+SHIPPED_MODEL = Path(__file__).parents[1] / "model_repository" / "deepinfer"
 
 
 @pytest.fixture
@@ -96,6 +97,15 @@ BAD_COMMANDS = [
     (["serve", "--model", "/x", "--model", "/y"], "model 'deepinfer' is given twice: name each"),
     (["serve", "--model", "a="], "there must be a path or hub id"),
     (["serve", "--model", "/no/such/model"], "model is '/no/such/model': there is no such file or folder"),
+    (
+        ["serve", "--model-repository", "/no/such/folder"],
+        "model_repository is '/no/such/folder': there is no such folder",
+    ),
+    (["serve", "--model-repository", str(SHIPPED_MODEL)], "must be a folder that has a folder for each model"),
+    (
+        ["serve", "--model-repository", "/x", "--model", "/y", "--max-num-seqs", "4"],
+        "--model, --max-num-seqs cannot be used with --model-repository",
+    ),
     (["generate", "hi", "--temperature", "hot"], "temperature is 'hot': must be a number"),
     (["generate", "hi", "--max-tokens", "0"], "max_tokens is '0': must be at least 1"),
     (["generate", ""], "the prompt is empty"),

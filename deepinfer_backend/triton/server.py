@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # After the drain: the last FINALs, then the engine, which closes within 5 s.
 _CLOSE_TIME_S = 6.0
+# The path of a socket below it may have 107 characters.
+_MAX_TMPDIR_LENGTH = 50
 _POLL_INTERVAL_S = 0.05
 _HTTP_TIMEOUT_S = 2.0
 _NUM_LOG_LINES_SHOWN = 30
@@ -108,7 +110,7 @@ class TritonServer:
                 DRAIN_FILE_VARIABLE: str(self._work_folder / "drain"),
                 DRAIN_TIMEOUT_VARIABLE: str(self._drain_timeout_s),
                 FRONTENDS_FOLDER_VARIABLE: str(self._frontends_folder),
-                "TMPDIR": str(self._work_folder),  # what a killed process leaves there goes with it
+                **self._temporary_folder(),
             }
             command = [*_end_with_parent(), str(layout.executable), *layout.options, *self._options()]
             with _open_log(self.log_file) as log:
@@ -254,6 +256,11 @@ class TritonServer:
     def _frontends_folder(self) -> Path:
         assert self._work_folder is not None, "the server does not run"
         return self._work_folder / "frontends"
+
+    def _temporary_folder(self) -> dict[str, str]:
+        """What a killed process leaves in the work folder goes with it."""
+        folder = str(self._work_folder)
+        return {"TMPDIR": folder} if len(folder) <= _MAX_TMPDIR_LENGTH else {}
 
     def _remove_leftovers(self) -> None:
         assert self._process is not None

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -20,9 +21,10 @@ from typing import Any
 import pytest
 
 from deepinfer_backend.errors import EngineError
-from deepinfer_backend.triton import server_supervisor
+from deepinfer_backend.triton import restart_budget, server_supervisor
 from deepinfer_backend.triton.frontend_registry import FrontendEntry, find_dead_frontends
 from deepinfer_backend.triton.model_config import write_model_repository
+from deepinfer_backend.triton.restart_budget import RestartBudget
 from deepinfer_backend.triton.server import TritonServer
 from deepinfer_backend.triton.server_supervisor import ServerSupervisor
 from tests.support.models import make_random_model
@@ -47,13 +49,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Launcher:
-    """A `deepinfer serve` that has said once that it serves; `server` has its addresses."""
+    """A `deepinfer serve`; `server` has its addresses."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         http_port, grpc_port, metrics_port = free_ports(3)
         self.server = TritonServer(folder, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
-        self.temporary_folder = folder / "t"
-        self.temporary_folder.mkdir()
+        # Not below `folder`: paths of sockets have to be short.
+        self.temporary_folder = Path(tempfile.mkdtemp(prefix="di", dir="/tmp"))
         self._output, self._log = folder / "output", folder / "log"
         ports = ["--http-port", http_port, "--grpc-port", grpc_port, "--metrics-port", metrics_port]
         command = [sys.executable, "-c", "from deepinfer_backend.cli import main; main()", "serve", *arguments]
@@ -65,15 +67,17 @@ class Launcher:
                 env={**os.environ, "TMPDIR": str(self.temporary_folder)},
             )
         self._seen: set[int] = set()
-        self.wait_for("Ctrl-C", self._output)
 
-    def wait_for(self, text: str, file: Path | None = None, count: int = 1) -> None:
-        """Until `text` is in the log, or another file, `count` times."""
-        file = file or self._log
+    def wait_ready(self) -> None:
+        self._wait_for("Ctrl-C", self._output)
+
+    def wait_for(self, text: str) -> None:
+        """Until `text` is in the log."""
+        self._wait_for(text, self._log)
+
+    def _wait_for(self, text: str, file: Path) -> None:
         wait_until(
-            lambda: file.read_text(errors="replace").count(text) >= count or self._process.poll() is not None,
-            START_TIMEOUT_S,
-            text,
+            lambda: text in file.read_text(errors="replace") or self._process.poll() is not None, START_TIMEOUT_S, text
         )
         assert self._process.poll() is None, self.log()[-3000:]
 
@@ -115,21 +119,17 @@ class Launcher:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        shutil.rmtree(self.temporary_folder)
 
 
 @contextmanager
 def launched(folder: Path, *arguments: str) -> Iterator[Launcher]:
     launcher = Launcher(folder, *arguments)
     try:
+        launcher.wait_ready()
         yield launcher
     finally:
         launcher.kill()
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short path: sockets' paths have a limit."""
-    return tmp_path_factory.mktemp("s")
 
 
 def as_options(arguments: dict[str, object]) -> list[str]:
@@ -185,10 +185,10 @@ def generates(server: TritonServer, model: str = "deepinfer") -> bool:
 
 @pytest.mark.parametrize("victim", ["triton_python_backend_stub", "tritonserver"])
 def test_a_death_is_answered_within_seconds_and_served_again_as_often_as_agreed(
-    tiny: Path, folder: Path, victim: str
+    tiny: Path, tmp_path: Path, victim: str
 ) -> None:
     arguments = as_options({**ARGUMENTS, "max_engine_restarts": 1})
-    with launched(folder, "--model", str(tiny), *arguments) as launcher:
+    with launched(tmp_path, "--model", str(tiny), *arguments) as launcher:
         streams, generate = start_requests(launcher.server)
         before = launcher.process_ids().keys()
         os.kill(launcher.find(victim), signal.SIGKILL)
@@ -209,8 +209,8 @@ def test_a_death_is_answered_within_seconds_and_served_again_as_often_as_agreed(
         assert last_line.startswith("error: ") and last_line.endswith("giving up after 1 restarts within 600 s")
 
 
-def test_sigterm_while_it_restarts_ends_it(tiny: Path, folder: Path) -> None:
-    with launched(folder, "--model", str(tiny), *as_options(ARGUMENTS)) as launcher:
+def test_sigterm_while_it_restarts_ends_it(tiny: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, "--model", str(tiny), *as_options(ARGUMENTS)) as launcher:
         os.kill(launcher.find("triton_python_backend_stub"), signal.SIGKILL)
         launcher.wait_for("the server starts again")
         wait_until(lambda: any("engine_loop" in line for line in launcher.process_ids().values()), 60, "a new engine")
@@ -218,12 +218,12 @@ def test_sigterm_while_it_restarts_ends_it(tiny: Path, folder: Path) -> None:
         assert launcher.wait_end() == 0
 
 
-def test_an_existing_repository_is_served_as_it_stands(tiny: Path, folder: Path) -> None:
-    repository = folder / "models"
+def test_an_existing_repository_is_served_as_it_stands(tiny: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
     write_model_repository(repository, {"mine": {**ARGUMENTS, "model": str(tiny)}})
     (repository / "mine" / "config.pbtxt").write_text('backend: "python"\n', encoding="utf-8")
-    before = shutil.copytree(repository, folder / "before")
-    with launched(folder, "--model-repository", str(repository)) as launcher:
+    before = shutil.copytree(repository, tmp_path / "before")
+    with launched(tmp_path, "--model-repository", str(repository)) as launcher:
         assert generates(launcher.server, "mine")
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait_end() == 0
@@ -295,3 +295,11 @@ def test_failed_starts_count_as_restarts(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(EngineError, match="status 7; giving up after 3 restarts"):
         ServerSupervisor(server, max_restarts=3, ready_timeout_s=1.0).run()
     assert server.num_starts == 3
+
+
+def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = RestartBudget(2)
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    monkeypatch.setattr(restart_budget, "RESTART_WINDOW_S", 0.01)
+    wait_until(budget.take, 5, "the window has passed")
+    assert not RestartBudget(0).take()

@@ -124,6 +124,7 @@ def test_an_unload_gives_running_requests_the_drain_time(tmp_path: Path) -> None
         wait_until(lambda: not engine_process_ids(server), 15, "the engine is gone")
         assert http_post(server, "/v2/repository/models/deepinfer/load", b"{}", timeout_s=120)[0] == 200
         assert http_generate(server, text_input="x", max_tokens=1)[0] == 200
+        assert server.dead_frontends() == [], "the process of an unloaded model has ended, and that is right"
 
 
 def test_an_engine_that_dies_too_often_unloads_its_model(tmp_path: Path) -> None:
