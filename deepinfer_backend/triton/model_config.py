@@ -18,11 +18,12 @@ DEFAULT_MODEL_NAME = "deepinfer"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as config.pbtxt declares it."""
+    """One tensor as config.pbtxt declares it; `is_optional` is about inputs only."""
 
     name: str
     data_type: str
     dims: list[int]
+    is_optional: bool = True
 
 
 RETURN_INPUTS: dict[str, tuple[str, ...]] = {
