@@ -20,6 +20,7 @@ import zmq
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineOutputs, sort_out_failures
+from deepinfer_backend.engine.engine_info_file import write_engine_info
 from deepinfer_backend.engine.messages import (
     AbortRequests,
     AbortSequences,
@@ -81,6 +82,7 @@ class _RemoteEngineClient:
                 request.bad_words_token_ids,
                 request.embedding,
                 request.queue_timeout_s,
+                request.arrival_s,
             )
         )
 
@@ -185,6 +187,7 @@ class ChildEngineClient(_RemoteEngineClient):
             self._process.stdin.write(config.model_dump_json().encode() + b"\n")
             self._process.stdin.flush()
             self.info = self._wait_until_ready()
+            write_engine_info(folder, self.info)
         except BrokenPipeError:
             self.close()
             raise EngineError("the engine process ended before it was ready; its log says why") from None

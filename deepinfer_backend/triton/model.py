@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend
 from deepinfer_backend.triton.model_config import check_instances, complete_config, place_instance
+from deepinfer_backend.triton.stub_logging import set_up_logging
 
 if TYPE_CHECKING:
     from deepinfer_backend.triton.frontend import Frontend
@@ -34,7 +32,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Blocks until the engine is ready; raises with the engine's own message if it cannot start."""
-        _set_up_logging(args["model_name"])
+        set_up_logging(args["model_name"])
         from deepinfer_backend.triton.start import start_frontend
         from deepinfer_backend.triton.vllm_arguments import load_engine_arguments
 
@@ -65,15 +63,3 @@ class TritonPythonModel:
             if self._entry is not None:
                 self._entry.remove()
         logger.info("closed")
-
-
-def _set_up_logging(model_name: str) -> None:
-    """To the stub's standard error, which is the server's log; the stub's own streams are ASCII."""
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{model_name}] %(name)s: %(message)s"))
-    package_logger = logging.getLogger("deepinfer_backend")
-    package_logger.handlers = [handler]
-    package_logger.setLevel(os.environ.get("DEEPINFER_LOG_LEVEL", "INFO").upper())
-    package_logger.propagate = False

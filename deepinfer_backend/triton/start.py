@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +19,7 @@ from deepinfer_backend.engine.engine_process import AttachedEngineClient, ChildE
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import ConfigError, shown
 from deepinfer_backend.models.loader import load_tokenizer
+from deepinfer_backend.triton.engine_folder import engine_folder
 from deepinfer_backend.triton.frontend import Frontend
 from deepinfer_backend.triton.generate_request import WireInterface
 from deepinfer_backend.triton.request import native_interface
@@ -65,15 +64,6 @@ def start_frontend(
 def load_tokenizer_of(info: EngineInfo) -> Any:
     """The tokenizer of an engine's model; None for an engine without one."""
     return None if info.config["skip_tokenizer_init"] else load_tokenizer(Path(info.tokenizer_path))
-
-
-def engine_folder(model_name: str) -> Path:
-    """Where the engine of this server's model has its sockets, known to all models of the server.
-
-    A socket's path is short: at most 107 bytes.
-    """
-    digest = hashlib.sha256(model_name.encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"deepinfer-engine-{os.getppid()}-{digest}"
 
 
 def _engine_starter(

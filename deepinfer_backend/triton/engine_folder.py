@@ -1,0 +1,17 @@
+"""Where the engine of a model is found by the other models of the same server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def engine_folder(model_name: str) -> Path:
+    """The folder of the sockets of a model's engine, and of what is known of it: see `engine_info_file`.
+
+    To be asked in a process that Triton started. A socket's path is short: at most 107 bytes.
+    """
+    digest = hashlib.sha256(model_name.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"deepinfer-engine-{os.getppid()}-{digest}"
