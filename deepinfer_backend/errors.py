@@ -72,12 +72,20 @@ ERRORS_BY_WORD: dict[str, type[DeepInferError]] = {
 """The exception that a word in a message from another process stands for."""
 
 _MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_IDS = 64
 
 
 def shown(value: Any) -> str:
     """`value` as a message may show it: one line, escaped, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+def shown_ids(request_ids: Iterable[str]) -> str:
+    """For a log line: the first ids, and how many more there are."""
+    ids = list(request_ids)
+    more = f" and {len(ids) - _MAX_SHOWN_IDS} more" if len(ids) > _MAX_SHOWN_IDS else ""
+    return ", ".join(ids[:_MAX_SHOWN_IDS]) + more
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -154,6 +154,12 @@ class SamplingParams(BaseModel):
         "unlikely, never when it is impossible.",
     )
     lora_name: str | None = Field(None, min_length=1, description="The LoRA adapter to use; none is the base model.")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared only by requests of the same salt; those without one share theirs.",
+    )
 
     def __init__(self, /, **fields: Any) -> None:
         try:

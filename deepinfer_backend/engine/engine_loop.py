@@ -66,6 +66,7 @@ class EngineLoop:
     def run(self) -> None:
         """Returns after a Shutdown message."""
         engine = self._engine
+        self._report([], NO_HANDLES)  # the owner's gauges are there before the first request
         while True:
             is_busy = engine.has_unfinished_requests() or engine.has_inflight_step()
             self._take_in(wait=not is_busy)
@@ -123,6 +124,7 @@ class EngineLoop:
             message.embedding,
             message.queue_timeout_s,
             client_index,
+            message.arrival_s,
         )
         try:
             self._engine.add_request(request)

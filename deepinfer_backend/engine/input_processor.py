@@ -21,7 +21,7 @@ Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
 # No vocabulary has tokens this long on average: longer text cannot fit and is refused before it is tokenized.
 _MAX_CHARS_PER_TOKEN = 64
 # What an embedding request can say besides its dimensions.
-_EMBEDDING_FIELDS = frozenset({"lora_name", "truncate_prompt_tokens"})
+_EMBEDDING_FIELDS = frozenset({"cache_salt", "lora_name", "truncate_prompt_tokens"})
 
 
 class InputProcessor:
@@ -44,6 +44,7 @@ class InputProcessor:
         priority: int = 0,
         stream: bool = False,
         embedding: EmbeddingParams | None = None,
+        bad_words_token_ids: Sequence[list[int]] = (),
         wants_logprobs: bool = False,
         wants_cumulative_logprob: bool = False,
         wants_prompt_logprobs: bool = False,
@@ -51,7 +52,7 @@ class InputProcessor:
         """The request with the model's own defaults for what `sampling_params` leaves out.
 
         What the client wants to be told turns on what computes it: `logprobs` or `prompt_logprobs` of 0, if they were
-        left out.
+        left out. `bad_words_token_ids`: token sequences that are bad words besides those of `sampling_params`.
 
         Raises:
             InvalidRequestError: names the field, the value and the limit.
@@ -67,10 +68,11 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"beam_width is {params.beam_width}: must be 1 when stream is true (beams are known at the end only)"
             )
-        bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
+        bad_words = [*self._tokenize_bad_words(params.bad_words), *bad_words_token_ids]
+        self._check_bad_words(bad_words)
         token_ids = self._truncate(self._token_ids(prompt), params.truncate_prompt_tokens)
         self._check_length(len(token_ids))
-        return EngineRequest(request_id, token_ids, params, priority, bad_words_token_ids, embedding)
+        return EngineRequest(request_id, token_ids, params, priority, bad_words, embedding)
 
     def _token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         if isinstance(prompt, str):
@@ -155,12 +157,12 @@ class InputProcessor:
             sequences.append(first)
             if len(second) == len(first) and second[0] != first[0]:
                 sequences.append(second)
-        for token_id in (token_id for sequence in sequences for token_id in sequence):
-            if token_id >= self._info.vocab_size:
-                raise InvalidRequestError(
-                    f"bad_words has a text with token {token_id}: must be 0 to {self._info.vocab_size - 1}"
-                )
         return sequences
+
+    def _check_bad_words(self, sequences: Iterable[Sequence[int]]) -> None:
+        for token_id in (token_id for sequence in sequences for token_id in sequence):
+            if not 0 <= token_id < self._info.vocab_size:
+                raise InvalidRequestError(f"bad_words has token {token_id}: must be 0 to {self._info.vocab_size - 1}")
 
     def _encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import select
 
 import numpy as np
 import torch
@@ -25,9 +24,11 @@ from deepinfer_backend._core import (
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult, request_failed
+from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
+from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
-from deepinfer_backend.errors import DeepInferError, EngineDeadError, InvalidRequestError
+from deepinfer_backend.engine.waiting_requests import WaitingRequests
+from deepinfer_backend.errors import EngineDeadError, InvalidRequestError, shown_ids
 from deepinfer_backend.models.adapter_cache import AdapterCache
 from deepinfer_backend.models.loader import (
     load_generation_config,
@@ -48,8 +49,6 @@ from deepinfer_backend.worker.worker import StepState, Worker
 logger = logging.getLogger(__name__)
 
 Handles = NDArray[np.uint64]
-
-_GRAMMAR_WAIT_S = 0.02  # of an engine with nothing else to do; as long a new request may have to wait
 
 
 class LLMEngine:
@@ -101,6 +100,7 @@ class LLMEngine:
             tokenizer_path=str(tokenizer_path),
             config=config.model_dump(mode="json"),
         )
+        self._max_num_seqs = config.max_num_seqs
         self._max_seq_len = min(max_model_len, num_blocks * block_size)
         self.timers = StepTimers()
         self.scheduler = Scheduler(
@@ -156,7 +156,8 @@ class LLMEngine:
             timers=self.timers,
         )
         self._grammars = GrammarQueue(tokenizer_path, model.vocab_size, self._eos_token_ids, config)
-        self._waiting_for_grammar: dict[str, EngineRequest] = {}
+        self._waiting = WaitingRequests(self._grammars, self._adapters, self._add_to_scheduler, config.priority_aging_s)
+        self._queue_deadlines = QueueDeadlines()
         self._failures: list[RequestResult] = []
         self._seeds = random.Random(config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
@@ -171,29 +172,24 @@ class LLMEngine:
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """Puts the request's sequence into the waiting queue; first it waits for its grammar, if it has one.
+        """Puts the request's sequence into the waiting queue; first it waits for its grammar and its adapter's place.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, its adapter is
                 unknown, or its id is that of another unfinished request.
-            UnavailableError, EngineError: its adapter cannot be loaded.
+            EngineError: its adapter cannot be loaded.
         """
         prompt = request.prompt_token_ids
         if len(prompt) and (prompt.min() < 0 or prompt.max() >= self.info.vocab_size):
             raise InvalidRequestError(f"prompt_token_ids: each must be 0 to {self.info.vocab_size - 1}")
-        if request.request_id in self._waiting_for_grammar:
-            raise InvalidRequestError(f"request_id: '{request.request_id}' is that of an unfinished request")
-        if request.sampling_params.structured_outputs is None:
-            self._add_to_scheduler(request, None)
-        else:
-            self._waiting_for_grammar[request.request_id] = request
-            self._grammars.submit(request.request_id, request.sampling_params.structured_outputs)
+        self._waiting.add(request)
+        self._queue_deadlines.add(request)
 
     def abort_request(self, request_ids: list[str]) -> None:
         """Ends these requests; no output of theirs comes out any more. Unknown ids are ignored."""
         for request_id in request_ids:
-            if self._waiting_for_grammar.pop(request_id, None) is not None:
-                self._grammars.cancel(request_id)
+            self._queue_deadlines.discard(request_id)
+            self._waiting.abort(request_id)
             self.scheduler.abort_request(request_id)
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
@@ -204,16 +200,15 @@ class LLMEngine:
     def abort_clients(self, client_indices: list[int]) -> None:
         """The same for every request of these clients."""
         for client_index in client_indices:
-            waiting = [id_ for id_, each in self._waiting_for_grammar.items() if each.client_index == client_index]
-            self.abort_request(waiting)
+            self._waiting.abort_client(client_index)
             self.scheduler.abort_client(client_index)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a sequence is in a queue, or a request waits for its grammar."""
-        return self.scheduler.has_unfinished_seqs() or bool(self._waiting_for_grammar)
+        """Whether a sequence is in a queue, or a request waits for its grammar or its adapter."""
+        return self.scheduler.has_unfinished_seqs() or len(self._waiting) > 0
 
     def get_num_unfinished_requests(self) -> int:
-        return self.scheduler.num_unfinished_requests + len(self._waiting_for_grammar)
+        return self.scheduler.num_unfinished_requests + len(self._waiting)
 
     @property
     def num_tracked(self) -> int:
@@ -230,8 +225,10 @@ class LLMEngine:
         Returns the handles (uint64, into `request_output_pool`) of the outputs that are ready: a prefill's own, or
         those of the decode step before. Keep one with `RequestOutput.clone(handle)`.
         """
-        if self._waiting_for_grammar:
-            self._add_those_with_grammar()
+        if len(self._waiting):
+            may_sleep = not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step()
+            self._failures += self._waiting.admit_ready(may_sleep=may_sleep)
+        self._end_expired()
         with self.timers.record("step"):
             with self.timers.record("schedule"):
                 _, batch = self.scheduler.schedule(self._sequence_metadata_pool)
@@ -258,7 +255,6 @@ class LLMEngine:
         except torch.AcceleratorError as error:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
-            logger.exception("a step failed; its %d sequences end with an error", batch.num_seqs)
             return self._fail_step(batch)
         # Where there was no token to sample the request is ended below, and none comes out.
         token_ids = np.maximum(result.token_ids.numpy(), 0)[:, None]
@@ -267,7 +263,10 @@ class LLMEngine:
         handles = []
         if len(batch.tracked_rows) or batch.num_prompt_logits:
             handles = self._tracked.after_step(batch, state.plan, result)
-        return np.concatenate([self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles])
+        outputs = np.concatenate([self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles])
+        # An embedding's one token is nobody's.
+        self._num_generation_tokens += len(outputs) - len(state.plan.embedding_rows)
+        return outputs
 
     def pre_sampler_sync(self) -> None:
         """The Worker's second callback, while the device samples: what the last round held is given back."""
@@ -277,10 +276,12 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         return EngineStats(
-            num_waiting=scheduler.num_waiting + len(self._waiting_for_grammar),
+            num_waiting=scheduler.num_waiting + len(self._waiting),
             num_running=scheduler.num_running + scheduler.num_prompted,
+            max_num_seqs=self._max_num_seqs,
             num_blocks=scheduler.num_blocks,
             num_used_blocks=scheduler.num_used_blocks,
+            block_size=self.info.block_size,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
@@ -295,47 +296,43 @@ class LLMEngine:
 
     def _give_out(self, handles: Handles) -> Handles:
         self._deferred_release.collect(handles)
-        self._num_generation_tokens += len(handles)
         return handles
 
-    def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None) -> None:
+    def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
-        lora_id = 0 if params.lora_name is None else self._adapters.acquire(params.lora_name)
         try:
             seq_id = self.scheduler.add_seq(
                 request.request_id,
                 prompt,
                 self._sampling_options(request, lora_id),
                 priority=request.priority,
-                # What an adapter computed is of no use to another.
-                cache_salt=f"lora {lora_id}" if lora_id else "",
+                cache_salt=_cache_salt(lora_id, params.cache_salt),
                 client_index=request.client_index,
             )
         except ValueError as error:
-            if params.lora_name is not None:
-                self._adapters.release(params.lora_name)
             raise InvalidRequestError(str(error)) from None
         if is_tracked(request):
             self._tracked.add(seq_id, request, grammar, min(params.max_tokens, self._max_seq_len - len(prompt)))
         self._num_prompt_tokens += len(prompt)
 
-    def _add_those_with_grammar(self) -> None:
-        if not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step():
-            select.select([self._grammars], [], [], _GRAMMAR_WAIT_S)
-        for request_id, compiled in self._grammars.poll():
-            request = self._waiting_for_grammar.pop(request_id)
-            try:
-                if isinstance(compiled, DeepInferError):
-                    raise compiled
-                self._add_to_scheduler(request, Grammar(compiled))
-            except DeepInferError as error:
-                self._failures.append(request_failed(request, error))
+    def _end_expired(self) -> None:
+        """Ends requests whose queue_timeout_s has passed and that no step has begun to compute."""
+        for deadline in self._queue_deadlines.take_expired():
+            request_id = deadline.request_id
+            is_ended = self._waiting.abort(request_id) or (
+                not self.scheduler.was_scheduled(request_id) and self.scheduler.abort_request(request_id)
+            )
+            if is_ended:
+                self._failures.append(deadline.failure())
 
     def _fail_step(self, batch: SchedulerOutputs) -> Handles:
+        """To be called while its exception is handled."""
         handles = self.scheduler.fail_step(batch, self.request_output_pool)
+        request_ids = {output.request_id: None for output in self.request_output_pool.clone(handles)}
+        logger.exception("a step failed; its requests end with an error: %s", shown_ids(request_ids))
         # A request fails as a whole: nobody gets some of its sequences.
-        for output in self.request_output_pool.clone(handles):
-            self.scheduler.abort_request(output.request_id)
+        for request_id in request_ids:
+            self.scheduler.abort_request(request_id)
         return handles
 
     def _free_finished(self) -> None:
@@ -368,3 +365,8 @@ class LLMEngine:
             is_beam=is_beam,
             lora_id=lora_id,
         )
+
+
+def _cache_salt(lora_id: int, client_salt: str | None) -> str:
+    """What was computed with one adapter, or for one client's salt, is found only by requests with the same two."""
+    return f"{lora_id}:{client_salt or ''}" if lora_id or client_salt else ""

@@ -29,8 +29,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     `request_id` is unique among the engine's live requests. `priority`: a lower value goes first.
     `bad_words_token_ids`: the token sequences that the output must not contain. `embedding`: asks for the prompt's
-    embedding, not for tokens. `queue_timeout_s`: it fails if no step has begun to compute it by then. `client_index`:
-    which of the engine's clients it belongs to; the engine's side fills it in.
+    embedding, not for tokens. `queue_timeout_s`: it fails if no step has begun to compute it so long after `arrival_s`
+    (of time.monotonic; 0.0: when the engine gets it). `client_index`: which of the engine's clients it belongs to; the
+    engine's side fills it in.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     embedding: EmbeddingParams | None = None
     queue_timeout_s: float | None = None
     client_index: int = 0
+    arrival_s: float = 0.0
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -107,16 +109,20 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Counters (since the engine started) and gauges (now) that travel with each step's outputs."""
+    """Counters (since the engine started), gauges (now) and sizes (always) that travel with each step's outputs."""
 
     num_waiting: int = 0
     num_running: int = 0
+    max_num_seqs: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
+    block_size: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     num_steps: int = 0
 
 
@@ -146,6 +152,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     bad_words_token_ids: list[list[int]]
     embedding: EmbeddingParams | None
     queue_timeout_s: float | None
+    arrival_s: float
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):

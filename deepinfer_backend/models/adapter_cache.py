@@ -15,7 +15,6 @@ from deepinfer_backend.errors import (
     ConfigError,
     EngineError,
     InvalidRequestError,
-    UnavailableError,
     nearest_name,
     shown,
 )
@@ -76,19 +75,35 @@ class AdapterCache:
         for name, folder in self._folders.items():
             self._layers.check(read_lora_layout(name, folder, self._max_lora_rank))
 
-    def acquire(self, name: str) -> int:
-        """The lora_id (at least 1) of the adapter for one more request; loads it if need be, waiting for the device.
-
+    def check_known(self, name: str) -> None:
+        """
         Raises:
             InvalidRequestError: no adapter of this name is configured.
-            UnavailableError: `max_loras` others are in use.
-            EngineError: it can no longer be loaded.
         """
         if name not in self._folders:
             raise InvalidRequestError(self._describe_unknown(name))
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether it is in memory, so that one more request can have it at once."""
+        return name in self._loaded
+
+    def acquire(self, name: str) -> int | None:
+        """The lora_id (at least 1) of the adapter for one more request; loads it if need be, waiting for the device.
+
+        None while requests use `max_loras` others: it has no place until one of them is released by all.
+
+        Raises:
+            InvalidRequestError: no adapter of this name is configured.
+            EngineError: it can no longer be loaded.
+        """
+        self.check_known(name)
         loaded = self._loaded.get(name)
         if loaded is None:
-            loaded = self._load(name)
+            is_full = len(self._loaded) >= self._max_loras
+            unused = self._find_unused() if is_full else None
+            if is_full and unused is None:
+                return None
+            loaded = self._load(name, unused)
         loaded.num_requests += 1
         self._loaded.move_to_end(name)
         return loaded.lora_id
@@ -105,8 +120,8 @@ class AdapterCache:
         """The adapters in memory, the least recently used first."""
         return list(self._loaded)
 
-    def _load(self, name: str) -> _Loaded:
-        unused = self._find_unused(name) if len(self._loaded) >= self._max_loras else None
+    def _load(self, name: str, unused: str | None) -> _Loaded:
+        """`unused`: the one whose place it takes."""
         lora_id = self._next_lora_id
         try:
             adapter = self._run_on_stream(lambda: self._read(name))
@@ -130,14 +145,8 @@ class AdapterCache:
         # In its turn: a step in flight may still compute with it.
         self._run_on_stream(lambda: self._layers.unload(lora_id))
 
-    def _find_unused(self, name: str) -> str:
-        for candidate, loaded in self._loaded.items():
-            if loaded.num_requests == 0:
-                return candidate
-        raise UnavailableError(
-            f"lora_name {shown(name)}: requests use {len(self._loaded)} other adapters, and at most max_loras, "
-            f"{self._max_loras}, can be in memory; try again"
-        )
+    def _find_unused(self) -> str | None:
+        return next((name for name, loaded in self._loaded.items() if loaded.num_requests == 0), None)
 
     def _describe_unknown(self, name: str) -> str:
         if not self._folders:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepinfer_backend import LLM, SamplingParams
-from deepinfer_backend.errors import EngineError, InvalidRequestError, UnavailableError
+from deepinfer_backend.errors import EngineError, InvalidRequestError
 from tests.support.engine_driver import EngineDriver, engine_request
 from tests.support.lora import TARGET_MODULES, make_random_adapter, merged_model
 from tests.support.models import VOCAB_SIZE, make_random_model
@@ -117,25 +117,19 @@ def test_more_adapters_than_fit_in_memory_take_turns(
             assert generate(llm, cases) == [expected(*case) for case in cases]
 
 
-def test_adapters_in_use_leave_no_room_for_another_until_they_are_done(
+def test_requests_for_more_adapters_than_fit_at_once_wait_for_a_place(
     model_path: Path, adapters: dict[str, Path], expected: Expected
 ) -> None:
     modules = {name: str(folder) for name, folder in adapters.items()}
     with EngineDriver(model_path, lora_modules=modules, max_loras=2) as driver:
-
-        def run(*names: str) -> list[Any]:
-            return driver.run(
-                [
-                    engine_request(random_prompt(30), request_id=name, **params(name).model_dump(exclude_unset=True))
-                    for name in names
-                ]
-            )
-
-        first, second, third = run("one", "two", "three")
-        assert isinstance(third, UnavailableError)
-        assert "max_loras" in third.message
-        assert [answer[0].token_ids for answer in (first, second)] == [expected("one", 30), expected("two", 30)]
-        assert run("three")[0][0].token_ids == expected("three", 30)
+        names = ["one", "two", "three", "four", "one", "three"]
+        answers: list[Any] = driver.run(
+            [
+                engine_request(random_prompt(30), request_id=str(index), **params(name).model_dump(exclude_unset=True))
+                for index, name in enumerate(names)
+            ]
+        )
+        assert [answer[0].token_ids for answer in answers] == [expected(name, 30) for name in names]
         driver.check_nothing_is_left()
 
 
