@@ -98,12 +98,25 @@ def complete_config(config: Any) -> Any:
     policy = given.get("model_transaction_policy") or {}
     if policy.get("decoupled") is False and "model_transaction_policy" in given:
         raise ValueError("config.pbtxt: model_transaction_policy.decoupled is false: must be true (or left out)")
-    missing_inputs = _missing_tensors("input", given["input"], INPUTS)
-    missing_outputs = _missing_tensors("output", given["output"], OUTPUTS)
+    add_missing_tensors(config, INPUTS, OUTPUTS)
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
+    return config
+
+
+def add_missing_tensors(config: Any, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> Any:
+    """Declares those of a model's tensors that its config.pbtxt does not.
+
+    Raises:
+        ValueError: the file declares one that the model does not have, or with another type.
+    """
+    given = config.as_dict()
+    missing_inputs = _missing_tensors("input", given["input"], inputs)
+    missing_outputs = _missing_tensors("output", given["output"], outputs)
     for spec in missing_inputs:
-        config.add_input({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims, "optional": True})
+        config.add_input(
+            {"name": spec.name, "data_type": spec.data_type, "dims": spec.dims, "optional": spec.is_optional}
+        )
     for spec in missing_outputs:
         config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": spec.dims})
     return config

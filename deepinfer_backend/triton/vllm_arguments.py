@@ -132,7 +132,6 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "logits_processors": Accepted(([],), _NO_HOOKS),
     "logits_processor_pattern": Accepted((), _NO_HOOKS),
     "io_processor_plugin": Accepted((), _NO_HOOKS),
-    "otlp_traces_endpoint": Accepted((), "traces are Triton's: --trace-config"),
     # Adapters
     "lora_dtype": Accepted(("auto",), _ADAPTERS_AS_TRAINED),
     "lora_target_modules": Accepted((), _ADAPTERS_AS_TRAINED),
@@ -190,7 +189,7 @@ WITHOUT_EFFECT = frozenset(
         *("lora_extra_vocab_size", "specialize_active_lora", "enable_mixed_moe_lora_format"),
         *("max_prompt_adapters", "max_prompt_adapter_token"),
         # Logs and metrics, which are Triton's.
-        *("served_model_name", "disable_log_requests", "enable_log_requests", "max_log_len"),
+        *("served_model_name", "disable_log_requests", "max_log_len"),
         *("aggregate_engine_logging", "enable_logging_iteration_details", "show_hidden_metrics_for_version"),
         *("collect_detailed_traces", "kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"),
         *("enable_layerwise_nvtx_tracing", "enable_mfu_metrics", "enable_mm_processor_stats"),
