@@ -77,6 +77,7 @@ class Frontend:
             self._supervisor.abort_requests,
             self._supervisor.abort_sequences,
             [self._metrics.record_request, log_request],
+            self._metrics.record_tokens,
         )
         self._watcher = Watcher(
             self._responder,
@@ -180,6 +181,7 @@ class Frontend:
         self._responder.respond(outputs)
 
     def _on_engine_death(self, error: DeepInferError) -> None:
+        self._metrics.record_engine_death()
         self._responder.fail_all(error)
 
     def _on_draining(self) -> None:

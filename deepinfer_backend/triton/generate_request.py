@@ -68,7 +68,8 @@ class RequestSummary:
     """One request that has ended. Times: nanoseconds of CLOCK_MONOTONIC, 0: never.
 
     `num_output_tokens` counts all its sequences, `finish_reasons` those that ended by themselves, in order of their
-    index: "stop" or "length". `error` ended the request instead, None if nothing did.
+    index: "stop" or "length". `error` ended the request instead, None if nothing did. `time_per_output_token_s`:
+    the mean over its tokens, without those that a sequence began with; None if there was no other.
     """
 
     request_id: str
@@ -83,7 +84,12 @@ class RequestSummary:
     end_time_ns: int
     finish_reasons: tuple[str, ...]
     error: DeepInferError | None
+    time_per_output_token_s: float | None = None
 
 
 RequestObserver = Callable[[RequestSummary], None]
 """Told of each request when it has ended, by the responder's thread: it must be quick."""
+
+TokenObserver = Callable[[int, float], None]
+"""Told of a sequence's new tokens, all but those that it began with: how many, and the seconds that each took. By the
+responder's thread: it must be very quick."""

@@ -1,101 +1,193 @@
-"""Engine counters and request latencies → Triton's metrics endpoint."""
+"""Engine counters and ended requests → Triton's metrics endpoint."""
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.engine.messages import EngineStats
 from deepinfer_backend.triton.generate_request import RequestSummary
+from deepinfer_backend.triton.metric_families import (
+    ENGINE_FAMILIES,
+    INTER_TOKEN_LATENCY,
+    MAX_TOKEN_GAPS,
+    NUM_HIT_RATIO_REQUESTS,
+    PREFIX_CACHE_HIT_RATIO,
+    REQUEST_FAMILIES,
+    REQUEST_HISTOGRAMS,
+    MetricFamily,
+    MetricKind,
+    counted_as,
+    is_answered,
+)
+from deepinfer_backend.triton.token_gaps import TokenGaps
 
-_GAUGES = {
-    "deepinfer_requests_running": "Sequences in the engine's running batch.",
-    "deepinfer_requests_waiting": "Sequences that wait for their prefill.",
-    "deepinfer_kv_cache_usage_ratio": "Share of KV-cache blocks in use, 0 to 1.",
-}
-_COUNTERS = {
-    "deepinfer_prompt_tokens_total": "Prompt tokens taken in.",
-    "deepinfer_cached_prompt_tokens_total": "Prompt tokens found in the prefix cache.",
-    "deepinfer_generation_tokens_total": "Tokens generated.",
-    "deepinfer_preemptions_total": "Sequences that gave up their KV blocks to others.",
-}
-_HISTOGRAMS = {
-    "deepinfer_time_to_first_token_seconds": "From arrival to the first token.",
-    "deepinfer_e2e_request_latency_seconds": "From arrival to the last token.",
-}
-_BUCKETS_S = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
+_MAX_PUBLISH_S = 0.01  # of one call: whoever looks for cancelled requests between two calls must not wait for long
+_MAX_TAKEN_REQUESTS = 1000  # by one call
 _MAX_KEPT_REQUESTS = 65_536
+_MAX_KEPT_VALUES = 65_536
+
+_KINDS = {
+    MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
+    MetricKind.COUNTER: pb_utils.MetricFamily.COUNTER,
+    MetricKind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
+}
 
 
 class ModelMetrics:
-    """One model's metrics.
+    """One model's metrics. Those of the engine are there only if the model is told its stats: it owns the engine then.
 
-    `record_stats` and `record_request` may be called from any thread and only take note; `publish` and `close` belong
-    to one thread: each value that Triton is told costs 20 µs, so the step and the responder do not pay for it.
+    Each value that Triton is told costs 20 µs of CPU. So the methods that take note may be called from any thread and
+    tell Triton nothing; `publish` and `close` belong to one thread.
     """
 
     def __init__(self, model_name: str, model_version: str) -> None:
-        self._labels = {"model": model_name, "version": model_version}
-        self._families: list[Any] = []
-        self._metrics: dict[str, Any] = {}
-        self._stats = EngineStats()
-        self._published = EngineStats()
+        self._triton = _TritonMetrics(model_name, model_version)
+        self._engine: _EngineTotals | None = None
+        self._published_totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._published_engine: _EngineTotals | None = None
         self._requests: deque[RequestSummary] = deque(maxlen=_MAX_KEPT_REQUESTS)
-        kinds = pb_utils.MetricFamily
-        for name, description in _GAUGES.items():
-            self._add(name, description, kinds.GAUGE)
-        for name, description in _COUNTERS.items():
-            self._add(name, description, kinds.COUNTER)
-        for name, description in _HISTOGRAMS.items():
-            self._add(name, description, kinds.HISTOGRAM, buckets=_BUCKETS_S)
+        self._token_gaps = TokenGaps(MAX_TOKEN_GAPS)
+        self._values: deque[tuple[MetricFamily, float]] = deque(maxlen=_MAX_KEPT_VALUES)  # not told yet
+        self._hit_ratio = _HitRatio()
+        for family in REQUEST_FAMILIES:
+            self._triton.add(family)
 
     def record_stats(self, stats: EngineStats) -> None:
-        self._stats = stats
+        self._engine = _EngineTotals(stats, EngineStats() if self._engine is None else self._engine.before)
+
+    def record_engine_death(self) -> None:
+        """To be called by the thread that records stats: the next engine counts from zero."""
+        if self._engine is not None:
+            self._engine = self._engine.without_engine()
 
     def record_request(self, request: RequestSummary) -> None:
+        """A RequestObserver."""
         self._requests.append(request)
 
-    def publish(self) -> None:
-        """Tells Triton what changed since the last call."""
-        # Requests first: whoever sees one in them sees its tokens in the counters.
-        while self._requests:
-            self._publish_request(self._requests.popleft())
-        stats, before = self._stats, self._published
-        if stats is not before:
-            self._published = stats
-            # A new engine counts from zero.
-            self._publish_stats(stats, before if before.num_steps <= stats.num_steps else EngineStats())
+    def record_tokens(self, num_tokens: int, gap_s: float) -> None:
+        """So many tokens of a sequence came, each `gap_s` seconds after the one before."""
+        self._token_gaps.add(num_tokens, gap_s)
 
-    def _publish_request(self, request: RequestSummary) -> None:
-        if request.error is not None:
+    def publish(self) -> bool:
+        """Tells Triton what is new; in bounded time, so that there may be more to tell: then it returns true."""
+        deadline_s = time.monotonic() + _MAX_PUBLISH_S
+        # The stats that are here now count the tokens of every request that is here now: whoever sees a request sees
+        # its tokens.
+        num_requests = min(len(self._requests), _MAX_TAKEN_REQUESTS)
+        self._publish_engine()
+        self._take_requests(num_requests)
+        self._values.extend((INTER_TOKEN_LATENCY, gap_s) for gap_s in self._token_gaps.take())
+        while self._values and time.monotonic() < deadline_s:
+            family, value = self._values.popleft()
+            self._triton.metric(family).observe(value)
+        return bool(self._values or self._requests)
+
+    def close(self) -> None:
+        """Nothing of the model stays on the endpoint."""
+        self._triton.close()
+
+    def _publish_engine(self) -> None:
+        engine = self._engine
+        if engine is None or engine is self._published_engine:
             return
-        if request.first_token_time_ns:
-            first_token_s = (request.first_token_time_ns - request.arrival_time_ns) / 1e9
-            self._metrics["deepinfer_time_to_first_token_seconds"].observe(first_token_s)
-        e2e_s = (request.end_time_ns - request.arrival_time_ns) / 1e9
-        self._metrics["deepinfer_e2e_request_latency_seconds"].observe(e2e_s)
+        if self._published_engine is None:
+            for each in ENGINE_FAMILIES:
+                self._triton.add(each.family)
+        self._published_engine = engine
+        for each in ENGINE_FAMILIES:
+            for label_value, read in each.series.items():
+                metric = self._triton.metric(each.family, label_value)
+                if each.family.kind is MetricKind.GAUGE:
+                    metric.set(read(engine.stats))
+                    continue
+                total = read(engine.before) + read(engine.stats)
+                key = (each.family.name, label_value)
+                if total > self._published_totals[key]:
+                    metric.increment(total - self._published_totals[key])
+                    self._published_totals[key] = total
 
-    def _publish_stats(self, stats: EngineStats, before: EngineStats) -> None:
-        self._metrics["deepinfer_requests_running"].set(stats.num_running)
-        self._metrics["deepinfer_requests_waiting"].set(stats.num_waiting)
-        self._metrics["deepinfer_kv_cache_usage_ratio"].set(stats.num_used_blocks / max(1, stats.num_blocks))
-        for name, increase in (
-            ("deepinfer_prompt_tokens_total", stats.num_prompt_tokens - before.num_prompt_tokens),
-            ("deepinfer_cached_prompt_tokens_total", stats.num_cached_tokens - before.num_cached_tokens),
-            ("deepinfer_generation_tokens_total", stats.num_generation_tokens - before.num_generation_tokens),
-            ("deepinfer_preemptions_total", stats.num_preemptions - before.num_preemptions),
-        ):
-            if increase > 0:
-                self._metrics[name].increment(increase)
+    def _take_requests(self, num_requests: int) -> None:
+        increases: Counter[tuple[MetricFamily, str]] = Counter()
+        for _ in range(num_requests):
+            request = self._requests.popleft()
+            increases.update(counted_as(request))
+            if not is_answered(request):
+                continue
+            self._hit_ratio.add(request)
+            for histogram in REQUEST_HISTOGRAMS:
+                value = histogram.value_of(request)
+                if value is not None:
+                    self._values.append((histogram.family, value))
+        for (family, label_value), increase in increases.items():
+            self._triton.metric(family, label_value).increment(increase)
+        if num_requests:
+            self._triton.metric(PREFIX_CACHE_HIT_RATIO).set(self._hit_ratio.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineTotals:
+    """What the engine tells, and what those before it had counted in all."""
+
+    stats: EngineStats
+    before: EngineStats
+
+    def without_engine(self) -> _EngineTotals:
+        fields = EngineStats.__struct_fields__
+        both = {name: getattr(self.before, name) + getattr(self.stats, name) for name in fields}
+        return _EngineTotals(EngineStats(), EngineStats(**both))
+
+
+class _HitRatio:
+    """The share of cached prompt tokens over the last requests."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[int, int]] = deque()
+        self._num_cached = self._num_prompt = 0
+
+    def add(self, request: RequestSummary) -> None:
+        self._counts.append((request.num_cached_tokens, request.num_prompt_tokens))
+        self._num_cached += request.num_cached_tokens
+        self._num_prompt += request.num_prompt_tokens
+        if len(self._counts) > NUM_HIT_RATIO_REQUESTS:
+            num_cached, num_prompt = self._counts.popleft()
+            self._num_cached -= num_cached
+            self._num_prompt -= num_prompt
+
+    @property
+    def value(self) -> float:
+        return self._num_cached / max(1, self._num_prompt)
+
+
+class _TritonMetrics:
+    """Triton's side of the families: one Metric for each series. A label's value that is new makes a new one."""
+
+    def __init__(self, model_name: str, model_version: str) -> None:
+        self._labels = {"model": model_name, "version": model_version}
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, str], Any] = {}
+
+    def add(self, family: MetricFamily) -> None:
+        self._families[family.name] = pb_utils.MetricFamily(
+            name=family.name, description=family.description, kind=_KINDS[family.kind]
+        )
+        for label_value in family.label_values:
+            self.metric(family, label_value)
+
+    def metric(self, family: MetricFamily, label_value: str = "") -> Any:
+        """Of a family that was added."""
+        key = (family.name, label_value)
+        if key not in self._metrics:
+            labels = {**self._labels, family.label: label_value} if family.label else self._labels
+            options = {"buckets": list(family.buckets)} if family.buckets else {}
+            self._metrics[key] = self._families[family.name].Metric(labels=labels, **options)
+        return self._metrics[key]
 
     def close(self) -> None:
         """Triton wants each metric gone before its family."""
         self._metrics.clear()
         self._families.clear()
-
-    def _add(self, name: str, description: str, kind: Any, **options: Any) -> None:
-        family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-        self._families.append(family)
-        self._metrics[name] = family.Metric(labels=self._labels, **options)

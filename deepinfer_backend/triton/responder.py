@@ -24,7 +24,7 @@ from deepinfer_backend.errors import (
     shown,
 )
 from deepinfer_backend.outputs import TextDelta
-from deepinfer_backend.triton.generate_request import CancelRequest, RequestObserver
+from deepinfer_backend.triton.generate_request import CancelRequest, RequestObserver, TokenObserver
 from deepinfer_backend.triton.response_stream import ResponseStream
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,14 @@ class Responder:
         abort_requests: Callable[[list[str]], None],
         abort_sequences: Callable[[list[tuple[str, int]]], None],
         observers: Sequence[RequestObserver],
+        observe_tokens: TokenObserver,
     ) -> None:
         """`observers`: each is told of every request when it has ended."""
         self._output_processor = output_processor
         self._abort_requests = abort_requests
         self._abort_sequences = abort_sequences
         self._observers = observers
+        self._observe_tokens = observe_tokens
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._lock = threading.Lock()  # guards _open against a change while it is copied
         self._open: dict[str, ResponseStream] = {}
@@ -201,6 +203,7 @@ class Responder:
         stream = self._open.get(request_id)
         if stream is None:
             return
+        self._observe_tokens(*stream.note(delta))
         stream.send_delta(delta)
         if delta.ends_request:
             self._forget(stream, None)

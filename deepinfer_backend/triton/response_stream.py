@@ -30,6 +30,8 @@ class _Progress(NamedTuple):
     num_output_tokens: int
     times: RequestTimes
     finish_reason: str | None
+    num_later_tokens: int  # all but those of the first delta
+    later_tokens_ns: int  # what they took
 
 
 class ResponseStream:
@@ -82,6 +84,8 @@ class ResponseStream:
         """How it went until now, when it ends."""
         sequences = [self._progress[index] for index in sorted(self._progress)]
         times = [sequence.times for sequence in sequences]
+        num_later_tokens = sum(sequence.num_later_tokens for sequence in sequences)
+        later_tokens_s = sum(sequence.later_tokens_ns for sequence in sequences) / 1e9
         return RequestSummary(
             request_id=self.request_id,
             trace_context=self._trace_context,
@@ -95,13 +99,31 @@ class ResponseStream:
             end_time_ns=time.monotonic_ns(),
             finish_reasons=tuple(each.finish_reason for each in sequences if each.finish_reason is not None),
             error=error,
+            time_per_output_token_s=later_tokens_s / num_later_tokens if num_later_tokens else None,
         )
+
+    def note(self, delta: TextDelta) -> tuple[int, float]:
+        """To be told of each delta before it is sent: how many tokens it has, and how many seconds each of them took.
+
+        Of a sequence's first nothing is known: (0, 0.0).
+        """
+        self._num_prompt_tokens, self._num_cached_tokens = delta.num_prompt_tokens, delta.num_cached_tokens
+        before = self._progress.get(delta.sequence_index)
+        num_tokens = later_ns = num_later_tokens = later_tokens_ns = 0
+        if before is not None:
+            num_tokens = delta.num_output_tokens - before.num_output_tokens
+            later_ns = delta.times.last_token_time_ns - before.times.last_token_time_ns
+            num_later_tokens = before.num_later_tokens + num_tokens
+            later_tokens_ns = before.later_tokens_ns + later_ns
+        self._progress[delta.sequence_index] = _Progress(
+            delta.num_output_tokens, delta.times, delta.finish_reason, num_later_tokens, later_tokens_ns
+        )
+        return num_tokens, later_ns / max(1, num_tokens) / 1e9
 
     def send_delta(self, delta: TextDelta) -> None:
         """Sends it, or keeps it for a client that does not stream; the one that ends the request is the last."""
         request = self._request
         assert request is not None
-        self._note(delta)
         deltas = [delta]
         if not request.stream:
             if delta.sequence_index in self._sequences:
@@ -123,10 +145,6 @@ class ResponseStream:
         """Ends the request with an error."""
         code = getattr(pb_utils.TritonError, error.word, pb_utils.TritonError.INTERNAL)
         self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), is_final=True)
-
-    def _note(self, delta: TextDelta) -> None:
-        self._num_prompt_tokens, self._num_cached_tokens = delta.num_prompt_tokens, delta.num_cached_tokens
-        self._progress[delta.sequence_index] = _Progress(delta.num_output_tokens, delta.times, delta.finish_reason)
 
     def _send(self, response: Any, *, is_final: bool) -> None:
         with self._lock:

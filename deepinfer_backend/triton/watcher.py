@@ -60,11 +60,14 @@ class Watcher:
     def _look_at_streams(self) -> None:
         for stream in self._responder.open_streams():
             if stream.is_cancelled():
-                self._responder.fail(stream.request_id, RequestCancelledError("the client cancelled or left"))
+                self._responder.fail(
+                    stream.request_id, RequestCancelledError("the client cancelled or left", reason="client")
+                )
             elif stream.deadline_s is not None and time.monotonic() > stream.deadline_s:
                 timeout_s = stream.deadline_s - stream.arrival_s
                 self._responder.fail(
-                    stream.request_id, RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer")
+                    stream.request_id,
+                    RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer", reason="timeout"),
                 )
 
     def _look_for_ending(self) -> None:
@@ -89,5 +92,5 @@ class Watcher:
 
     def _publish_metrics(self) -> None:
         if time.monotonic() >= self._next_metrics_s:
-            self._next_metrics_s = time.monotonic() + METRICS_INTERVAL_S
-            self._metrics.publish()
+            has_more = self._metrics.publish()
+            self._next_metrics_s = 0.0 if has_more else time.monotonic() + METRICS_INTERVAL_S

@@ -497,7 +497,7 @@ def test_drain_lets_requests_finish_then_ends_the_rest(
 
 def test_metrics_add_up_over_a_restart(frontend: Frontend, engine: FakeEngine, engines: Engines) -> None:
     engine.step(stats=EngineStats(num_generation_tokens=10, num_steps=5))
-    wait_until(lambda: sum(MetricFamily.values["deepinfer_generation_tokens_total"]) == 10, 5, "published")
+    wait_until(lambda: sum(MetricFamily.values.get("deepinfer_generation_tokens_total", [])) == 10, 5, "published")
     engine.die()
     engines.next().step(stats=EngineStats(num_generation_tokens=3, num_steps=2))
-    wait_until(lambda: sum(MetricFamily.values["deepinfer_generation_tokens_total"]) == 13, 5, "published")
+    wait_until(lambda: sum(MetricFamily.values.get("deepinfer_generation_tokens_total", [])) == 13, 5, "published")
