@@ -59,6 +59,11 @@ class Engine:
     def _run_on_stream(self, work: Callable[[], T]) -> T:
         return self._stream.submit(work).result()
 
+    def acquire(self, name: str) -> int:
+        lora_id = self.cache.acquire(name)
+        assert lora_id is not None
+        return lora_id
+
     def logits(self, lora_id: int) -> torch.Tensor:
         ids, starts = np.array([lora_id], dtype=np.int32), np.array([0, len(PROMPT)], dtype=np.int32)
         self._layers.set_step(plan_lora(ids, starts, CPU))
@@ -97,18 +102,18 @@ def test_acquired_adapter_answers_as_its_merged_model_whatever_was_unloaded_befo
     for name in ["fr", "de", "it", "fr"]:
         with torch.inference_mode():
             expected = merged_model(llama, Path(adapters[name]))(torch.tensor([PROMPT])).logits[0]
-        lora_id = engine.cache.acquire(name)
+        lora_id = engine.acquire(name)
         torch.testing.assert_close(engine.logits(lora_id), expected, atol=1e-4, rtol=1e-4)
         engine.cache.release(name)
 
 
 def test_adapter_is_loaded_once_for_all_its_requests_and_stays_until_its_place_is_needed(engine: Engine) -> None:
-    lora_id = engine.cache.acquire("fr")
+    lora_id = engine.acquire("fr")
     assert lora_id >= 1
-    assert engine.cache.acquire("fr") == lora_id
+    assert engine.acquire("fr") == lora_id
     engine.cache.release("fr")
     engine.cache.release("fr")
-    assert engine.cache.acquire("fr") == lora_id
+    assert engine.acquire("fr") == lora_id
     assert engine.cache.loaded_names == ["fr"]
 
 
@@ -132,7 +137,7 @@ def test_end_of_a_request_is_a_use(engine: Engine) -> None:
 def test_unloaded_adapter_gives_its_memory_back(make_engine: MakeEngine, adapters: dict[str, str]) -> None:
     engine = make_engine(adapters, max_loras=1)
     base = engine.logits(0)
-    lora_id = engine.cache.acquire("fr")
+    lora_id = engine.acquire("fr")
     engine.cache.release("fr")
     assert not torch.equal(engine.logits(lora_id), base)
     engine.use_once("de")
@@ -140,14 +145,14 @@ def test_unloaded_adapter_gives_its_memory_back(make_engine: MakeEngine, adapter
 
 
 def test_adapter_in_use_is_never_unloaded_and_another_has_no_place_meanwhile(engine: Engine) -> None:
-    used = engine.cache.acquire("fr")
+    used = engine.acquire("fr")
     engine.cache.acquire("de")
     assert engine.cache.acquire("it") is None
     assert engine.cache.loaded_names == ["fr", "de"]
     engine.cache.release("de")
     assert engine.cache.acquire("it") is not None
     assert engine.cache.loaded_names == ["fr", "it"]
-    assert engine.cache.acquire("fr") == used
+    assert engine.acquire("fr") == used
 
 
 def test_lora_id_is_never_given_to_another_load(engine: Engine) -> None:
@@ -173,7 +178,7 @@ def test_adapter_that_can_no_longer_be_loaded_fails_its_request_alone(
 ) -> None:
     engine.cache.check_configured()
     engine.use_once("fr")
-    used = engine.cache.acquire("de")
+    used = engine.acquire("de")
     expected = engine.logits(used)
     weights = Path(adapters["it"]) / "adapter_model.safetensors"
     content = weights.read_bytes()
