@@ -79,6 +79,7 @@ TRITONS_OWN = re.compile(
     r"|Unsupported content-encoding, "
     r"|(?:Converting keyword: 'parameters': )?parameter '.*' has invalid type\. "
     r"|invalid value (?:type )?for '"
+    r"|parameter keys starting with 'triton_' are reserved "
     r"|string correlation ID cannot be longer than "
     r"|The schema can not convert input '.*' to tensor with proper shape"
     r"|generate expects model to produce exactly 1 response"
