@@ -40,9 +40,10 @@ class TextDelta:
     for). Each token has its entry in `logprobs`, also one whose text a stop string cut off. `finish_reason` is set on
     the sequence's last one only: "stop" or "length". `stop_reason` is the token id or the string that stopped it, if
     one did. `ends_request`: no delta of any of the request's sequences follows. `cumulative_logprob` (0 unless asked
-    for) and `num_output_tokens` count from the sequence's beginning. `prompt_logprobs`: one entry per prompt token,
-    None for the first; on the request's first delta, if asked for. `embedding`: the answer to an embedding request, on
-    its only delta.
+    for) and `num_output_tokens` count from the sequence's beginning. `num_held_tokens`: how many of the sequence's last
+    tokens have no text in the deltas so far, because a character is incomplete; 0 on its last delta.
+    `prompt_logprobs`: one entry per prompt token, None for the first; on the request's first delta, if asked for.
+    `embedding`: the answer to an embedding request, on its only delta.
     """
 
     sequence_index: int
@@ -54,6 +55,7 @@ class TextDelta:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_held_tokens: int = 0
     cumulative_logprob: float = 0.0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
@@ -68,7 +70,7 @@ class TextDelta:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.ends_request = later.ends_request
-        self.num_output_tokens = later.num_output_tokens
+        self.num_output_tokens, self.num_held_tokens = later.num_output_tokens, later.num_held_tokens
         self.cumulative_logprob = later.cumulative_logprob
         self.times = later.times
 

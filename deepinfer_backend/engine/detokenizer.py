@@ -42,6 +42,11 @@ class Detokenizer:
         self._held: list[int] = []
         self._stream = self._new_stream()
 
+    @property
+    def num_held_tokens(self) -> int:
+        """How many of the last tokens have given no text yet: part of a character, or shown later with what follows."""
+        return len(self._held)
+
     def push(self, token_id: int) -> str:
         follows_added = not self._held and bool(self._told) and self._told[-1] in self._bare_tokens
         self._held.append(token_id)

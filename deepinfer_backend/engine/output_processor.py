@@ -44,6 +44,10 @@ class _Sequence:
     cumulative_logprob: float = 0.0
     is_finished: bool = False
 
+    @property
+    def num_held_tokens(self) -> int:
+        return 0 if self.detokenizer is None else self.detokenizer.num_held_tokens
+
     def push(self, output: RequestOutput) -> tuple[str, str | None]:
         """→ (new text, the stop string that was found or None)."""
         if self.detokenizer is None:
@@ -158,7 +162,9 @@ class OutputProcessor:
             delta.finish_reason = "stop" if is_embedding else output.finish_reason.name.lower()
             delta.stop_reason = output.stop_token_id if output.stop_token_id >= 0 else None
         if delta.finish_reason is None:
+            delta.num_held_tokens = sequence.num_held_tokens
             return
+        delta.num_held_tokens = 0
         sequence.is_finished = True
         request.num_unfinished -= 1
         delta.ends_request = request.num_unfinished == 0

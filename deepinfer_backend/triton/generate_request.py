@@ -21,7 +21,8 @@ class GenerateRequest:
     `request_id` is ours: unique among all clients of the engine, and begins with what a log may show of the client's
     own, which is `client_request_id` ("" if it gave none). `echo` stands in front of each text. `wants_…`: what the
     client is to be told. `build_tensors`: the tensors of one response, for one delta or for the whole sequences of a
-    request in order of their index; called by one thread, for one response after the other.
+    request in order of their index; called by one thread, for one response after the other. `bad_words_token_ids`: what
+    the output must not contain besides the bad words of `sampling_params`.
     """
 
     request_id: str
@@ -34,9 +35,15 @@ class GenerateRequest:
     echo: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     wants_logprobs: bool = False
     wants_cumulative_logprob: bool = False
     wants_prompt_logprobs: bool = False
+    bad_words_token_ids: Sequence[list[int]] = ()
+
+
+CANCEL_INPUTS = frozenset({"cancel_request_id", "stop"})
+"""Inputs of one interface or another without which no request is a CancelRequest."""
 
 
 @dataclass(frozen=True, slots=True)

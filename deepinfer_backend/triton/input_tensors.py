@@ -29,15 +29,7 @@ class InputTensors:
 
     def text(self, name: str) -> str | None:
         value = self._element(name)
-        if value is None:
-            return None
-        data = value if isinstance(value, bytes) else str(value).encode("utf-8", errors="surrogatepass")
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(
-                f"{name} is not valid UTF-8: byte {shown(data[error.start : error.start + 1])} at {error.start}"
-            ) from None
+        return None if value is None else decode_text(name, value)
 
     def token_ids(self, name: str) -> NDArray[np.int32] | None:
         array = self._arrays.get(name)
@@ -54,3 +46,18 @@ class InputTensors:
         if array.shape != (1,):
             raise InvalidRequestError(f"{name} has shape {list(array.shape)}: must be [1] (one prompt in a request)")
         return array[0]
+
+
+def decode_text(name: str, value: Any) -> str:
+    """One element of a STRING tensor.
+
+    Raises:
+        InvalidRequestError: it is not UTF-8.
+    """
+    data = value if isinstance(value, bytes) else str(value).encode("utf-8", errors="surrogatepass")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid UTF-8: byte {shown(data[error.start : error.start + 1])} at {error.start}"
+        ) from None

@@ -12,7 +12,10 @@ from deepinfer_backend.triton.model_config import check_instances, complete_conf
 from deepinfer_backend.triton.stub_logging import set_up_logging
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from deepinfer_backend.triton.frontend import Frontend
+    from deepinfer_backend.triton.generate_request import WireInterface
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,12 @@ class TritonPythonModel:
     def auto_complete_config(config: Any) -> Any:
         return complete_config(config)
 
+    def wire_interface(self, model_config: Mapping[str, Any]) -> WireInterface:
+        """What this model's clients speak; `model_config`: the config.pbtxt as Triton read it."""
+        from deepinfer_backend.triton.request import native_interface
+
+        return native_interface
+
     def initialize(self, args: dict[str, str]) -> None:
         """Blocks until the engine is ready; raises with the engine's own message if it cannot start."""
         set_up_logging(args["model_name"])
@@ -46,6 +55,7 @@ class TritonPythonModel:
             model_version=args["model_version"],
             instance_kind=kind,
             device_id=device_id,
+            interface=self.wire_interface(model_config),
         )
         self._entry = register_frontend(args["model_name"])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,15 @@ _ALWAYS_SENT = frozenset({"text_output", "token_ids"})
 _ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS)
 
 _request_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParameters:
+    """What is beside the tensors of a request; `sampling_fields`: of SamplingParams, not checked yet."""
+
+    priority: int
+    timeout_s: float | None
+    sampling_fields: dict[str, Any]
 
 
 def new_request_id(client_id: str, model_name: str) -> str:
@@ -76,16 +86,14 @@ def parse_request(
     tensors = InputTensors(request)
     if "image" in tensors:
         raise InvalidRequestError("image is set: must be left out (images are not supported yet)")
-    parameters = json.loads(read_utf8("a parameter", request.parameters) or "{}")
     stream = tensors.bool("stream") or False
     exclude_input = tensors.bool("exclude_input_in_output")
     if stream and exclude_input is False:
         raise InvalidRequestError("exclude_input_in_output is false: must be true (or left out) when stream is true")
     prompt, embedding = _read_prompt(tensors, max_message_bytes)
     is_echoed = isinstance(prompt, str) and embedding is None and not stream and not exclude_input
-    priority, timeout_s, sampling_fields = _split_parameters(parameters)
-    sampling_fields.update(_read_sampling_parameters(tensors))
-    params = SamplingParams(**sampling_fields)
+    parameters = read_parameters(request)
+    params = SamplingParams(**{**parameters.sampling_fields, **_read_sampling_parameters(tensors)})
     output_names = _output_names(tensors, request.requested_output_names(), params)
     return GenerateRequest(
         request_id=request_id,
@@ -96,8 +104,8 @@ def parse_request(
         embedding=embedding,
         stream=stream,
         echo=str(prompt) if is_echoed else "",
-        priority=priority,
-        timeout_s=timeout_s if timeout_s is not None else request.timeout() / 1e6 or None,
+        priority=parameters.priority,
+        timeout_s=parameters.timeout_s,
         wants_logprobs="logprobs" in output_names,
         wants_cumulative_logprob="cumulative_logprob" in output_names,
         wants_prompt_logprobs="prompt_logprobs" in output_names,
@@ -177,8 +185,13 @@ def _read_sampling_parameters(tensors: InputTensors) -> dict[str, Any]:
     return fields
 
 
-def _split_parameters(parameters: Mapping[str, Any]) -> tuple[int, float | None, dict[str, Any]]:
-    """(priority, timeout in seconds, sampling fields) of the request parameters."""
+def read_parameters(request: Any) -> RequestParameters:
+    """Those of a Triton InferenceRequest.
+
+    Raises:
+        InvalidRequestError: one is unknown or out of its range.
+    """
+    parameters = json.loads(read_utf8("a parameter", request.parameters) or "{}")
     priority, timeout_s = 0, None
     sampling_fields: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -191,7 +204,9 @@ def _split_parameters(parameters: Mapping[str, Any]) -> tuple[int, float | None,
         elif name not in _TRITONS_OWN and not name.startswith(_TRITONS_PREFIX):
             known = [*SamplingParams.model_fields, _PRIORITY, _TIMEOUT]
             raise InvalidRequestError(f"unknown parameter {shown(name)}{nearest_name(name, known)}")
-    return priority, timeout_s, sampling_fields
+    return RequestParameters(
+        priority, timeout_s if timeout_s is not None else request.timeout() / 1e6 or None, sampling_fields
+    )
 
 
 def _whole_number(name: str, value: Any, lowest: int, highest: int) -> int:
