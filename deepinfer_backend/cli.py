@@ -232,8 +232,9 @@ def _serve_repository(folder: Path, ports: _Ports, max_restarts: int, greeting: 
     """Until a signal; raises EngineError when the server cannot start or has died too often."""
     from deepinfer_backend.triton.server import TritonServer
     from deepinfer_backend.triton.server_supervisor import ServerSupervisor
+    from deepinfer_backend.triton.tracing import find_traces_endpoint
 
-    with TritonServer(folder, **ports._asdict()) as server:
+    with TritonServer(folder, **ports._asdict(), otlp_traces_endpoint=find_traces_endpoint(folder)) as server:
         server.wait_ready(_READY_TIMEOUT_S)
         print(f"\n{greeting}\nCtrl-C ends it.\n", flush=True)
         ServerSupervisor(server, max_restarts=max_restarts, ready_timeout_s=_READY_TIMEOUT_S).run()

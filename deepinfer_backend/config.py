@@ -129,7 +129,8 @@ class EngineConfig(BaseModel):
     enable_log_requests: bool = Field(False, description="Log each request's prompt and parameters as well.")
     otlp_traces_endpoint: str | None = Field(
         None,
-        description="Where spans of traced requests go: the address of an OpenTelemetry collector, OTLP over HTTP.",
+        description="Where spans of traced requests go: an OpenTelemetry collector's address for OTLP over HTTP, "
+        "such as http://localhost:4318/v1/traces.",
     )
     stats_interval_s: float = Field(
         10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
@@ -139,6 +140,13 @@ class EngineConfig(BaseModel):
     @classmethod
     def _read_json(cls, value: Any) -> Any:
         return object_from_text(value)
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return value
 
     def __init__(self, /, **fields: Any) -> None:
         try:

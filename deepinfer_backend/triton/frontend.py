@@ -6,26 +6,32 @@ responder alone sends; the watcher looks for cancels, deadlines and the shutdown
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
+
+import msgspec
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
 from deepinfer_backend.engine.input_processor import InputProcessor
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.engine.output_processor import OutputProcessor
+from deepinfer_backend.engine.queue_deadlines import queue_timeout_error
 from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
 from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
-from deepinfer_backend.triton.generate_request import CancelRequest, GenerateRequest, WireInterface
+from deepinfer_backend.triton.generate_request import CANCEL_INPUTS, CancelRequest, GenerateRequest, WireInterface
 from deepinfer_backend.triton.metrics import ModelMetrics
 from deepinfer_backend.triton.request import native_interface, new_request_id, read_utf8
-from deepinfer_backend.triton.request_log import log_request
+from deepinfer_backend.triton.request_log import RequestLog
 from deepinfer_backend.triton.responder import Responder
 from deepinfer_backend.triton.response_stream import ResponseStream
 from deepinfer_backend.triton.shutdown_signal import ShutdownSignal, drain_timeout_s
+from deepinfer_backend.triton.tracing import read_trace_context, start_tracer
 from deepinfer_backend.triton.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ class Frontend:
         """
         self._model_name = model_name
         self._is_draining = False
-        self._input_queue: SimpleQueue[GenerateRequest | None] = SimpleQueue()
+        self._input_queue: SimpleQueue[tuple[GenerateRequest, float] | None] = SimpleQueue()  # with its arrival
         self._supervisor = EngineSupervisor(
             start_engine,
             on_outputs=self._on_outputs,
@@ -67,21 +73,30 @@ class Frontend:
             config = EngineConfig(**info.config)
             tokenizer = load_tokenizer(info)
             self._parse_request = interface(tokenizer, info, config)
+            self._tracer = start_tracer(config.otlp_traces_endpoint, model_name)
         except BaseException:
             self._supervisor.stop()
             raise
         self._input_processor = InputProcessor(tokenizer, info, config)
+        self._config = config
+        self._request_log = RequestLog(config.enable_log_requests)
         self._metrics = ModelMetrics(model_name, model_version)
         self._responder = Responder(
             OutputProcessor(tokenizer),
             self._supervisor.abort_requests,
             self._supervisor.abort_sequences,
-            [self._metrics.record_request, log_request],
+            [
+                self._metrics.record_request,
+                self._request_log.log_end,
+                *([self._tracer.record_request] if self._tracer else []),
+            ],
             self._metrics.record_tokens,
+            config.max_queue_size,
         )
         self._watcher = Watcher(
             self._responder,
             self._metrics,
+            self._request_log,
             ShutdownSignal.from_environment(model_name, model_version, self.is_available),
             drain_timeout_s(),
             self._on_draining,
@@ -97,6 +112,9 @@ class Frontend:
         self._input_thread.join(_JOIN_TIMEOUT_S)
         self._watcher.stop()
         self._responder.stop()
+        self._request_log.log_left_out(at_once=True)
+        if self._tracer is not None:
+            self._tracer.close()
         self._supervisor.stop()
         self._metrics.publish()
         self._metrics.close()
@@ -116,48 +134,75 @@ class Frontend:
 
     def _accept_one(self, request: Any) -> None:
         sender = request.get_response_sender()
-        request_id = ""
+        trace_context = read_trace_context(request) if self._tracer else ""
+        request_id = new_request_id("", self._model_name)  # until its own is read
         try:
             client_request_id = read_utf8("id", request.request_id)
             request_id = new_request_id(client_request_id, self._model_name)
             self._check_available()
+            self._check_room(request)
             parsed = self._parse_request(request, request_id, client_request_id)
+            if isinstance(parsed, CancelRequest):
+                stream = ResponseStream(request_id, sender, None, trace_context)
+            else:
+                parsed = self._with_defaults(parsed)
+                stream = ResponseStream(request_id, sender, parsed, trace_context)
+                self._request_log.log_arrival(parsed)
+            self._responder.open(stream)
         except DeepInferError as error:
-            self._refuse(request_id, sender, error)
+            self._refuse(request_id, sender, trace_context, error)
         except Exception:
             logger.exception("request %s: cannot be read", request_id)
-            self._refuse(request_id, sender, _internal_error(request_id))
+            self._refuse(request_id, sender, trace_context, _internal_error(request_id))
         else:
             if isinstance(parsed, CancelRequest):
-                self._responder.open(ResponseStream(request_id, sender, None))
                 self._responder.cancel(parsed)
             else:
-                self._responder.open(ResponseStream(request_id, sender, parsed))
-                self._input_queue.put(parsed)
+                self._input_queue.put((parsed, stream.arrival_s))
+
+    def _check_room(self, request: Any) -> None:
+        """Before anything that costs time; a request that may only be there to cancel others is let through."""
+        try:
+            self._responder.check_room()
+        except UnavailableError:
+            if CANCEL_INPUTS.isdisjoint(tensor.name() for tensor in request.inputs()):
+                raise
+
+    def _with_defaults(self, request: GenerateRequest) -> GenerateRequest:
+        config = self._config
+        return dataclasses.replace(
+            request,
+            priority=request.priority or config.default_priority,
+            timeout_s=request.timeout_s or config.request_timeout_s,
+            queue_timeout_s=request.queue_timeout_s or config.queue_timeout_s,
+        )
 
     def _check_available(self) -> None:
         if self._is_draining:
             raise UnavailableError("the server is shutting down")
         self._supervisor.check_available()
 
-    def _refuse(self, request_id: str, sender: Any, error: DeepInferError) -> None:
-        request_id = request_id or new_request_id("", self._model_name)  # its own cannot be read
-        self._responder.open(ResponseStream(request_id, sender, None))
+    def _refuse(self, request_id: str, sender: Any, trace_context: str, error: DeepInferError) -> None:
+        self._responder.open(ResponseStream(request_id, sender, None, trace_context))
         self._responder.fail(request_id, error)
 
     def _process_inputs(self) -> None:
-        while (request := self._input_queue.get()) is not None:
+        while (queued := self._input_queue.get()) is not None:
+            request, arrival_s = queued
             try:
-                self._process_input(request)
+                self._process_input(request, arrival_s)
             except DeepInferError as error:
                 self._responder.fail(request.request_id, error)
             except Exception:
                 logger.exception("request %s: cannot be processed", request.request_id)
                 self._responder.fail(request.request_id, _internal_error(request.request_id))
 
-    def _process_input(self, request: GenerateRequest) -> None:
+    def _process_input(self, request: GenerateRequest, arrival_s: float) -> None:
         if not self._responder.is_open(request.request_id):
             return  # cancelled while it waited here
+        queue_timeout_s = request.queue_timeout_s
+        if queue_timeout_s is not None and time.monotonic() > arrival_s + queue_timeout_s:
+            raise queue_timeout_error(queue_timeout_s)  # as the engine would say: no tokens are made for nobody
         engine_request = self._input_processor.process(
             request.request_id,
             request.prompt,
@@ -165,11 +210,11 @@ class Frontend:
             priority=request.priority,
             stream=request.stream,
             embedding=request.embedding,
-            bad_words_token_ids=request.bad_words_token_ids,
             wants_logprobs=request.wants_logprobs,
             wants_cumulative_logprob=request.wants_cumulative_logprob,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
+        engine_request = msgspec.structs.replace(engine_request, queue_timeout_s=queue_timeout_s, arrival_s=arrival_s)
         self._responder.admit(engine_request)
         self._supervisor.add_request(engine_request)
         # Cancelled between the two: the abort may have overtaken the request.

@@ -42,6 +42,7 @@ _LOG_NOISE = re.compile(r"[+|]|I\d{4} ")  # tables and what went well
 _SHM_FOLDER = Path("/dev/shm")
 # Triton's advice for servers that strangers can reach; nothing of ours needs these.
 _RESTRICTED_APIS = "shared-memory,trace,logging"
+_TRACE_EVERY_REQUEST = ("mode=opentelemetry", "level=TIMESTAMPS", "rate=1")
 
 
 class TritonServer:
@@ -61,6 +62,7 @@ class TritonServer:
         log_file: Path | None = None,
         explicit_model_control: bool = False,
         drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S,
+        otlp_traces_endpoint: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -69,6 +71,7 @@ class TritonServer:
             explicit_model_control: models may be loaded and unloaded through the API, and one whose engine fails for
                 good is unloaded; all models of the repository are loaded at start either way.
             drain_timeout_s: what running requests get once the server is told to stop.
+            otlp_traces_endpoint: an OpenTelemetry collector that gets spans of every request; None traces none.
             environment: additions to this process's environment.
         """
         self.model_repository = model_repository
@@ -78,6 +81,7 @@ class TritonServer:
         self.log_file = log_file
         self._explicit_model_control = explicit_model_control
         self._drain_timeout_s = drain_timeout_s
+        self._otlp_traces_endpoint = otlp_traces_endpoint
         self._environment = dict(environment or {})
         self._shm_prefix = f"deepinfer{os.getpid()}x{secrets.token_hex(4)}_"
         self._process: subprocess.Popen[bytes] | None = None
@@ -238,6 +242,9 @@ class TritonServer:
             options.append("--allow-gpu-metrics=false")
         if self._explicit_model_control:
             options += ["--model-control-mode=explicit", "--load-model=*"]
+        if self._otlp_traces_endpoint is not None:
+            settings = (f"opentelemetry,url={self._otlp_traces_endpoint}", *_TRACE_EVERY_REQUEST)
+            options += [f"--trace-config={setting}" for setting in settings]
         return options
 
     def _exit_timeout_s(self) -> float:
