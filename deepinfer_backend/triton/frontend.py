@@ -210,6 +210,7 @@ class Frontend:
             priority=request.priority,
             stream=request.stream,
             embedding=request.embedding,
+            bad_words_token_ids=request.bad_words_token_ids,
             wants_logprobs=request.wants_logprobs,
             wants_cumulative_logprob=request.wants_cumulative_logprob,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
