@@ -28,8 +28,8 @@ _UNUSED_TOKEN_ID = 0  # fills a shorter list of words, whose offsets of -1 say t
 class TritonPythonModel(TokenizerModel):
     """A request may have several rows, one prompt each; a shorter one is padded at its end.
 
-    What it does not know it leaves out: the end token where the tokenizer has none, and all that is about decoders
-    and images. An optional input of the next model is then left out as well.
+    What it does not know it leaves out: the end token where the tokenizer has none, and all that is about images. An
+    optional input of the next model is then left out as well. A decoder's input is one padding token: there is none.
     """
 
     _add_special_tokens: bool
@@ -72,6 +72,8 @@ class TritonPythonModel(TokenizerModel):
                 encode,
             ),
             "REQUEST_OUTPUT_LEN": np.array(tensors["REQUEST_OUTPUT_LEN"], dtype=np.int32),
+            "DECODER_INPUT_ID": np.full((num_rows, 1), pad_id or 0, dtype=np.int32),
+            "REQUEST_DECODER_INPUT_LEN": np.ones((num_rows, 1), dtype=np.int32),
             "OUT_END_ID": _given_or_default(tensors.get("END_ID"), tokenizer.eos_token_id, num_rows),
             "OUT_PAD_ID": _given_or_default(tensors.get("PAD_ID"), pad_id, num_rows),
         }
@@ -121,7 +123,7 @@ def embedding_bias(
     """[num_rows, vocab_size]: each word's weight on each of its tokens, added up; [num_rows, 0] without words.
 
     Raises:
-        InvalidRequestError: there are not as many weights as words, a weight is no number, or a word is not UTF-8.
+        InvalidRequestError: there are not as many weights as words, a weight is nan or inf, or a word is not UTF-8.
     """
     if words is None and weights is None:
         return np.empty((num_rows, 0), dtype=np.float32)
@@ -130,8 +132,8 @@ def embedding_bias(
         raise InvalidRequestError(
             f"EMBEDDING_BIAS_WEIGHTS has shape {shapes[1]}: must be that of EMBEDDING_BIAS_WORDS, {shapes[0]}"
         )
-    if not np.isfinite(weights).all():
-        raise InvalidRequestError("EMBEDDING_BIAS_WEIGHTS has nan or inf: must be finite numbers")
+    if np.isnan(weights).any() or np.isposinf(weights).any():
+        raise InvalidRequestError("EMBEDDING_BIAS_WEIGHTS has nan or inf: must be numbers, or -inf for a word to avoid")
     biases = np.zeros((num_rows, vocab_size), dtype=np.float32)
     for row_words, row_weights, bias in zip(
         words.reshape(num_rows, -1).tolist(), weights.reshape(num_rows, -1), biases, strict=True

@@ -91,10 +91,11 @@ def _new_tokens(delta: TextDelta) -> _Tokens:
 
 
 def _common_tensors(deltas: Sequence[TextDelta], tokens: Sequence[_Tokens], wanted: Wanted) -> list[Any]:
-    """Tensors of shape [1, -1] have one element per delta."""
+    """Tensors of shape [1, -1] have one element per delta, and so has `text_output`, whose first is a text."""
     texts = [delta.text.encode("utf-8", errors="replace") for delta in deltas]
     tensors = [
-        _row("text_output", texts, np.object_),
+        # Without the batch dimension, as postprocessing gives it: clients read as_numpy("text_output")[0].
+        pb_utils.Tensor("text_output", np.array(texts, dtype=np.object_)),
         _row("batch_index", [0], np.int32),
         _row("sequence_index", [delta.sequence_index for delta in deltas], np.int32),
     ]

@@ -1,0 +1,5 @@
+"""What Triton loads; the code is in the package."""
+
+from deepinfer_backend.triton.tensorrtllm.model import TensorrtLlmBlsModel as TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
