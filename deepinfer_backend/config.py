@@ -104,10 +104,16 @@ class EngineConfig(BaseModel):
         5, ge=0, le=1000, description="Engine restarts within ten minutes before the model gives up."
     )
     max_queue_size: int = Field(
-        1024, ge=0, description="Requests of one model that may wait for their first token; more are refused at once."
+        1024,
+        ge=0,
+        description="Requests of one model that may wait for their first token; more are refused at once; "
+        "0 is no limit.",
     )
     queue_timeout_s: float | None = Field(
-        None, gt=0.0, description="Seconds that a request may wait until a step begins to compute it; none is no limit."
+        None,
+        gt=0.0,
+        description="Seconds that a request without a `queue_timeout` of its own may wait until a step begins to "
+        "compute it; none is no limit.",
     )
     request_timeout_s: float | None = Field(
         None, gt=0.0, description="Seconds that a request without a `timeout` of its own may take; none is no limit."

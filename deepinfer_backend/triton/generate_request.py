@@ -22,7 +22,8 @@ class GenerateRequest:
     own, which is `client_request_id` ("" if it gave none). `echo` stands in front of each text. `wants_…`: what the
     client is to be told. `build_tensors`: the tensors of one response, for one delta or for the whole sequences of a
     request in order of their index; called by one thread, for one response after the other. `bad_words_token_ids`: what
-    the output must not contain besides the bad words of `sampling_params`.
+    the output must not contain besides the bad words of `sampling_params`. `priority` 0, no `timeout_s` and no
+    `queue_timeout_s` stand for the configuration's defaults; both count from the request's arrival.
     """
 
     request_id: str

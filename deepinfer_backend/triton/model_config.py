@@ -55,6 +55,7 @@ INPUTS = (
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
+    TensorSpec("cancel_request_id", "TYPE_STRING", [1]),
     *(TensorSpec(name, "TYPE_BOOL", [1]) for name in RETURN_INPUTS),
 )
 OUTPUTS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,14 +24,19 @@ MAX_SAMPLING_PARAMETERS_BYTES = 1_048_576
 MAX_SHOWN_ID_CHARS = 64
 MAX_ABS_PRIORITY = 2**31 - 1
 
-# Parameters that belong to Triton and its clients; everything else must be a sampling parameter.
+# About the request as a whole. Also taken from sampling_parameters: Triton 2.51 keeps what a gRPC client gives as
+# priority to itself, and its client library lets no parameter have that name.
 _PRIORITY = "priority"
 _TIMEOUT = "timeout"  # microseconds, as in Triton's own protocol
+_QUEUE_TIMEOUT = "queue_timeout"  # likewise
+_CONTROLS = (_PRIORITY, _TIMEOUT, _QUEUE_TIMEOUT)
+# Parameters that belong to Triton and its clients; everything else must be one of those or a sampling parameter.
 _TRITONS_OWN = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"})
 _TRITONS_PREFIX = "triton_"
 
 _PROMPT_INPUTS = ("text_input", "input_ids", "messages", "embedding_request")
 _CHAT_INPUTS = ("tools", "chat_template_kwargs")
+_CANCEL_INPUT = "cancel_request_id"
 _ALWAYS_SENT = frozenset({"text_output", "token_ids"})
 _ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS)
 
@@ -40,10 +45,14 @@ _request_numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What is beside the tensors of a request; `sampling_fields`: of SamplingParams, not checked yet."""
+    """What is beside the tensors of a request; `sampling_fields`: of SamplingParams, not checked yet.
+
+    A priority of 0 and timeouts that are None were left out, or are Triton's word for that.
+    """
 
     priority: int
     timeout_s: float | None
+    queue_timeout_s: float | None
     sampling_fields: dict[str, Any]
 
 
@@ -84,6 +93,8 @@ def parse_request(
         InvalidRequestError: the message names the field, the value and the limit.
     """
     tensors = InputTensors(request)
+    if _CANCEL_INPUT in tensors:
+        return CancelRequest(request_id, _read_cancelled_id(request, tensors))
     if "image" in tensors:
         raise InvalidRequestError("image is set: must be left out (images are not supported yet)")
     stream = tensors.bool("stream") or False
@@ -92,8 +103,8 @@ def parse_request(
         raise InvalidRequestError("exclude_input_in_output is false: must be true (or left out) when stream is true")
     prompt, embedding = _read_prompt(tensors, max_message_bytes)
     is_echoed = isinstance(prompt, str) and embedding is None and not stream and not exclude_input
-    parameters = read_parameters(request)
-    params = SamplingParams(**{**parameters.sampling_fields, **_read_sampling_parameters(tensors)})
+    parameters = read_parameters(request, _read_sampling_parameters(tensors))
+    params = SamplingParams(**parameters.sampling_fields)
     output_names = _output_names(tensors, request.requested_output_names(), params)
     return GenerateRequest(
         request_id=request_id,
@@ -106,10 +117,21 @@ def parse_request(
         echo=str(prompt) if is_echoed else "",
         priority=parameters.priority,
         timeout_s=parameters.timeout_s,
+        queue_timeout_s=parameters.queue_timeout_s,
         wants_logprobs="logprobs" in output_names,
         wants_cumulative_logprob="cumulative_logprob" in output_names,
         wants_prompt_logprobs="prompt_logprobs" in output_names,
     )
+
+
+def _read_cancelled_id(request: Any, tensors: InputTensors) -> str:
+    others = [name for tensor in request.inputs() if (name := tensor.name()) != _CANCEL_INPUT]
+    for name in (*others, *_read_our_parameters(request)):
+        raise InvalidRequestError(f"{name} is set: must be left out with {_CANCEL_INPUT}")
+    cancelled_id = tensors.text(_CANCEL_INPUT)
+    if not cancelled_id:
+        raise InvalidRequestError(f"{_CANCEL_INPUT} is empty: must have at least 1 character")
+    return cancelled_id
 
 
 def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, EmbeddingParams | None]:
@@ -185,28 +207,35 @@ def _read_sampling_parameters(tensors: InputTensors) -> dict[str, Any]:
     return fields
 
 
-def read_parameters(request: Any) -> RequestParameters:
-    """Those of a Triton InferenceRequest.
+def read_parameters(request: Any, sampling_parameters: Mapping[str, Any] | None = None) -> RequestParameters:
+    """Those of a Triton InferenceRequest, and what its sampling_parameters say, which wins.
 
     Raises:
         InvalidRequestError: one is unknown or out of its range.
     """
+    fields = {**_read_our_parameters(request), **(sampling_parameters or {})}
+    priority = _whole_number(_PRIORITY, fields.pop(_PRIORITY, 0), -MAX_ABS_PRIORITY, MAX_ABS_PRIORITY)
+    timeout_s, queue_timeout_s = _pop_timeout(_TIMEOUT, fields), _pop_timeout(_QUEUE_TIMEOUT, fields)
+    return RequestParameters(priority, timeout_s or request.timeout() / 1e6 or None, queue_timeout_s, fields)
+
+
+def _read_our_parameters(request: Any) -> dict[str, Any]:
+    """All but Triton's own."""
     parameters = json.loads(read_utf8("a parameter", request.parameters) or "{}")
-    priority, timeout_s = 0, None
-    sampling_fields: dict[str, Any] = {}
+    known = [*SamplingParams.model_fields, *_CONTROLS]
+    ours = {}
     for name, value in parameters.items():
-        if name in SamplingParams.model_fields:
-            sampling_fields[name] = value
-        elif name == _PRIORITY:
-            priority = _whole_number(name, value, -MAX_ABS_PRIORITY, MAX_ABS_PRIORITY)
-        elif name == _TIMEOUT:
-            timeout_s = _whole_number(name, value, 0, 2**63 - 1) / 1e6 or None
-        elif name not in _TRITONS_OWN and not name.startswith(_TRITONS_PREFIX):
-            known = [*SamplingParams.model_fields, _PRIORITY, _TIMEOUT]
+        if name in _TRITONS_OWN or name.startswith(_TRITONS_PREFIX):
+            continue
+        if name not in known:
             raise InvalidRequestError(f"unknown parameter {shown(name)}{nearest_name(name, known)}")
-    return RequestParameters(
-        priority, timeout_s if timeout_s is not None else request.timeout() / 1e6 or None, sampling_fields
-    )
+        ours[name] = value
+    return ours
+
+
+def _pop_timeout(name: str, fields: dict[str, Any]) -> float | None:
+    """Microseconds → seconds."""
+    return _whole_number(name, fields.pop(name, 0), 0, 2**63 - 1) / 1e6 or None
 
 
 def _whole_number(name: str, value: Any, lowest: int, highest: int) -> int:

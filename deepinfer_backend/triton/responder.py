@@ -84,6 +84,7 @@ class Responder:
         abort_sequences: Callable[[list[tuple[str, int]]], None],
         observers: Sequence[RequestObserver],
         observe_tokens: TokenObserver,
+        max_queue_size: int,
     ) -> None:
         """`observers`: each is told of every request when it has ended."""
         self._output_processor = output_processor
@@ -91,9 +92,11 @@ class Responder:
         self._abort_sequences = abort_sequences
         self._observers = observers
         self._observe_tokens = observe_tokens
+        self._max_queue_size = max_queue_size
         self._events: SimpleQueue[_Event] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _open against a change while it is copied
+        self._lock = threading.Lock()  # guards _open against a change while it is copied, and the size of _waiting
         self._open: dict[str, ResponseStream] = {}
+        self._waiting: set[str] = set()  # ids of open requests of whose answers nothing has come yet
         self._admitted: set[str] = set()  # ids that the output processor knows; the thread's own
         self._thread = threading.Thread(target=self._run, name="deepinfer-responder", daemon=True)
 
@@ -107,9 +110,29 @@ class Responder:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def open(self, stream: ResponseStream) -> None:
-        """From here on the stream gets its one FINAL, whatever happens."""
+        """From here on the stream gets its one FINAL, whatever happens.
+
+        Raises:
+            UnavailableError: it is to be answered, and `max_queue_size` others wait already; it is not open then.
+        """
         with self._lock:
+            if stream.is_to_be_answered:
+                self._check_room()
+                self._waiting.add(stream.request_id)
             self._open[stream.request_id] = stream
+
+    def check_room(self) -> None:
+        """Raises what `open` would now raise for a request that is to be answered."""
+        with self._lock:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        if 0 < self._max_queue_size <= len(self._waiting):
+            raise UnavailableError(
+                f"{len(self._waiting)} requests wait for their first token, and max_queue_size is "
+                f"{self._max_queue_size}; try again later",
+                reason="queue_full",
+            )
 
     def open_streams(self) -> list[ResponseStream]:
         with self._lock:
@@ -203,6 +226,9 @@ class Responder:
         stream = self._open.get(request_id)
         if stream is None:
             return
+        if request_id in self._waiting:
+            with self._lock:
+                self._waiting.discard(request_id)
         self._observe_tokens(*stream.note(delta))
         stream.send_delta(delta)
         if delta.ends_request:
@@ -239,6 +265,7 @@ class Responder:
         request_id = stream.request_id
         with self._lock:
             self._open.pop(request_id, None)
+            self._waiting.discard(request_id)
         if request_id in self._admitted:
             self._admitted.discard(request_id)
             self._output_processor.remove_request(request_id)

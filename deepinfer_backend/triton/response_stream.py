@@ -76,6 +76,11 @@ class ResponseStream:
         return self.arrival_time_ns / 1e9
 
     @property
+    def is_to_be_answered(self) -> bool:
+        """Whether it is a request's that could be read: it waits for its answer."""
+        return self._request is not None
+
+    @property
     def has_started(self) -> bool:
         """Whether anything of its answer has come."""
         return bool(self._progress)

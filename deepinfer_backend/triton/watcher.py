@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from deepinfer_backend.errors import RequestCancelledError, UnavailableError
 from deepinfer_backend.triton.metrics import ModelMetrics
+from deepinfer_backend.triton.request_log import RequestLog
 from deepinfer_backend.triton.responder import Responder
 from deepinfer_backend.triton.shutdown_signal import Ending, ShutdownSignal
 
@@ -27,12 +28,14 @@ class Watcher:
         self,
         responder: Responder,
         metrics: ModelMetrics,
+        request_log: RequestLog,
         shutdown_signal: ShutdownSignal,
         drain_timeout_s: float,
         on_draining: Callable[[], None],
     ) -> None:
         self._responder = responder
         self._metrics = metrics
+        self._request_log = request_log
         self._shutdown_signal = shutdown_signal
         self._drain_timeout_s = drain_timeout_s
         self._on_draining = on_draining
@@ -51,7 +54,12 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._stopping.wait(WATCH_INTERVAL_S):
-            for look in (self._look_at_streams, self._look_for_ending, self._publish_metrics):
+            for look in (
+                self._look_at_streams,
+                self._look_for_ending,
+                self._publish_metrics,
+                self._request_log.log_left_out,
+            ):
                 try:
                     look()
                 except Exception:
