@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize bench bench-features clean setup
+.PHONY: serve test lint sanitize soak bench bench-features bench-load clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -50,11 +50,18 @@ sanitize: setup $(STAMPS)/dev
 	  PYTHONPATH="$$($(abspath $(BIN))/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(abspath $(BIN))/python -S -m pytest tests/core $(ARGS)
 
+# The load of tests/triton/test_soak.py for half an hour, where `make test` has it for three minutes.
+soak: setup $(STAMPS)/dev
+	DEEPINFER_SOAK_S=1800 $(BIN)/python -m pytest tests/triton/test_soak.py $(ARGS)
+
 bench: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-features: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.features $(ARGS)
+
+bench-load: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.under_load $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

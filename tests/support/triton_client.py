@@ -66,7 +66,7 @@ class GrpcRequest:
         self.rpc_error: grpc.RpcError | None = None
         self._first = threading.Event()
         inputs = {"return_finish_reason": True, **inputs}
-        message = _build_message(model, request_id, parameters or {}, outputs or [], shapes or {}, inputs)
+        message = build_message(model, request_id, parameters or {}, outputs or [], shapes or {}, inputs)
         self._channel = grpc.insecure_channel(f"localhost:{server.grpc_port}")
         stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._call = stub.ModelStreamInfer(iter([message]), timeout=timeout_s)
@@ -93,7 +93,7 @@ class GrpcRequest:
     def _read(self) -> None:
         try:
             for message in self._call:
-                self.responses.append(_read_message(message))
+                self.responses.append(read_message(message))
                 self._first.set()
         except grpc.RpcError as error:
             self.rpc_error = error
@@ -144,7 +144,7 @@ def http_stream(server: TritonServer, *, timeout_s: float = 60.0, **body: Any) -
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
-def _build_message(
+def build_message(
     model: str,
     request_id: str,
     parameters: dict[str, Any],
@@ -178,7 +178,7 @@ def _to_bytes(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def _read_message(message: Any) -> Response:
+def read_message(message: Any) -> Response:
     response = message.infer_response
     return Response(
         outputs={
