@@ -199,6 +199,7 @@ WITHOUT_EFFECT = frozenset(
 """Accepted whatever they say: they have no meaning here, or only one that no answer depends on."""
 
 _DISABLE_LOG_STATS = "disable_log_stats"
+_ENGINE_OF = "engine_of"
 _ENABLE_LORA = "enable_lora"
 _MAX_CPU_LORAS = "max_cpu_loras"
 _TRANSLATED = (_DISABLE_LOG_STATS, _ENABLE_LORA, _MAX_CPU_LORAS)
@@ -216,6 +217,8 @@ def load_engine_arguments(version_folder: Path) -> dict[str, Any]:
         ConfigError: a file is not what it must be, or asks for something that we cannot do; the message names it.
     """
     arguments = read_engine_arguments(version_folder)
+    if _ENGINE_OF in arguments:
+        return arguments  # of another model, whose model.json says the rest
     adapters: dict[str, str] = {}
     if _is_true(_ENABLE_LORA, arguments):
         adapters = read_adapters(version_folder / "multi_lora.json")
