@@ -10,6 +10,7 @@ import pytest
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.field_facts import FieldFacts, describe_fields
 from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.triton.metric_families import FAMILIES, MetricFamily
 from deepinfer_backend.triton.model_config import INPUTS, OUTPUTS, RETURN_INPUTS
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -57,3 +58,13 @@ def test_additional_outputs_are_asked_for_as_the_code_has_it() -> None:
     shown = rows("output")
     for name, outputs in RETURN_INPUTS.items():
         assert [shown[output][2] for output in outputs] == [f"`{name}`"] * len(outputs)
+
+
+def test_every_metric_is_there_once() -> None:
+    assert list(rows("metric")) == [family.name for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_metric_is_described_as_the_code_has_it(family: MetricFamily) -> None:
+    label = f"`{family.label}`: {', '.join(family.label_values)}" if family.label else ""
+    assert rows("metric")[family.name][1:] == [family.kind.value, label, family.description]
