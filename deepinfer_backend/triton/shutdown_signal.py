@@ -27,6 +27,8 @@ DRAIN_TIMEOUT_VARIABLE = "DEEPINFER_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_TIMEOUT_S = 6.0
 
 _LISTENER_INTERVAL_S = 0.5
+# Without waiting, until a listener calls the model ready: what is unloaded sooner gives no sign.
+_NUM_FIRST_CHECKS = 100
 _NUM_SIGNS_NEEDED = 2  # in a row: one may be chance, and a server that drains by mistake serves nobody
 _PROBE_TIMEOUT_S = 1.0
 _READY_STATUS = (b"HTTP/1.0 200", b"HTTP/1.1 200")
@@ -64,6 +66,7 @@ class ShutdownSignal:
         self._last_sign = Ending.NOTHING
         self._num_signs = 0
         self._next_check_s = 0.0
+        self._num_first_checks = 0
         self._ending = Ending.NOTHING
         self._ending_since_s = 0.0
 
@@ -103,6 +106,9 @@ class ShutdownSignal:
             return
         self._next_check_s = now_s + _LISTENER_INTERVAL_S
         sign = self._find_sign(is_busy)
+        if self._listeners and not self._ready_listeners and self._num_first_checks < _NUM_FIRST_CHECKS:
+            self._num_first_checks += 1
+            self._next_check_s = now_s
         self._num_signs = self._num_signs + 1 if sign is self._last_sign else 1
         self._last_sign = sign
         # Readiness that comes back is that of the model's next load.

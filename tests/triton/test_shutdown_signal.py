@@ -175,3 +175,18 @@ def test_a_request_that_arrives_shows_that_the_model_is_not_being_unloaded(endpo
     endpoint.status = "200 OK"
     assert signal.look(time.monotonic()) is NOTHING
     assert look(signal) == [NOTHING] * 3
+
+
+def test_a_model_that_has_just_loaded_learns_at_once_whom_to_ask(
+    endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal = make_signal()
+    endpoint.status = "400 Bad Request"
+    monkeypatch.setattr(shutdown_signal, "_LISTENER_INTERVAL_S", 3600.0)
+    look(signal, is_busy=False)
+    endpoint.status, endpoint.request_line = "200 OK", b""
+    look(signal, is_busy=False)
+    assert endpoint.request_line, "it asks in each round"
+    endpoint.request_line = b""
+    look(signal)
+    assert not endpoint.request_line, "once it knows, it asks each interval"
