@@ -164,9 +164,8 @@ def test_a_clients_trace_goes_on_through_triton_to_queue_prefill_and_decode(
 
     assert before_ns <= spans[MODEL].start_ns <= request.start_ns == queue.start_ns
     assert queue.start_ns < queue.end_ns == prefill.start_ns < prefill.end_ns == decode.start_ns < decode.end_ns
-    assert decode.end_ns <= request.end_ns
-    if send is send_over_http:  # a stream's client does not wait for the end here
-        assert request.end_ns <= after_ns
+    # The request itself ends after its answer was sent: the client may have it already.
+    assert decode.end_ns <= min(request.end_ns, after_ns)
 
     assert request.service == "deepinfer"
     seconds = {name: value for name, value in request.attributes.items() if name.startswith("gen_ai.latency.")}
