@@ -75,6 +75,11 @@ _MAX_SHOWN_CHARS = 80
 _MAX_SHOWN_IDS = 64
 
 
+def step_failed_error(request_id: str) -> EngineError:
+    """For a request of a step that failed; under its id the log has the traceback."""
+    return EngineError(f"request {request_id}: a step of the engine failed; its log has the traceback")
+
+
 def shown(value: Any) -> str:
     """`value` as a message may show it: one line, escaped, cut to 80 characters."""
     text = repr(value)

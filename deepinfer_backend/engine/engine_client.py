@@ -8,7 +8,7 @@ from typing import Protocol
 from deepinfer_backend._core import FinishReason, RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestFailed, RequestResult
-from deepinfer_backend.errors import ERRORS_BY_WORD, DeepInferError, EngineError
+from deepinfer_backend.errors import ERRORS_BY_WORD, DeepInferError, EngineError, step_failed_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ def sort_out_failures(
     ids_in_failed_step = {output.request_id for output in outputs if output.finish_reason == FinishReason.ERROR}
     if ids_in_failed_step:
         outputs = [output for output in outputs if output.request_id not in ids_in_failed_step]
-        error = EngineError("a step of the engine failed; its log has the traceback")
-        failures += [RequestFailure(request_id, error) for request_id in ids_in_failed_step]
+        failures += [RequestFailure(request_id, step_failed_error(request_id)) for request_id in ids_in_failed_step]
     return EngineOutputs(outputs, failures, stats, results)
 
 

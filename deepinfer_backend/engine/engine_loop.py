@@ -41,7 +41,7 @@ from deepinfer_backend.engine.messages import (
     request_failed,
 )
 from deepinfer_backend.engine.stats import StatsLine
-from deepinfer_backend.errors import DeepInferError
+from deepinfer_backend.errors import DeepInferError, EngineError
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.worker import NO_HANDLES
 
@@ -130,6 +130,11 @@ class EngineLoop:
             self._engine.add_request(request)
         except DeepInferError as error:
             self._report([request_failed(request, error)], NO_HANDLES)
+        except Exception:
+            logger.exception("request %s: cannot be taken in", request.request_id)
+            self._engine.abort_request([request.request_id])
+            error_ = EngineError(f"request {request.request_id}: cannot be taken in; the engine's log has the traceback")
+            self._report([request_failed(request, error_)], NO_HANDLES)
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
         """To each client what is its own, and to the owner how things stand in any case."""

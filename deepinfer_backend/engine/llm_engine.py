@@ -252,17 +252,21 @@ class LLMEngine:
         batch = state.batch
         try:
             result = state.wait()
+            # Where there was no token to sample the request is ended below, and none comes out.
+            token_ids = np.maximum(result.token_ids.numpy(), 0)[:, None]
+            num_tokens = np.ones(len(token_ids), dtype=np.int32)
+            self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
         except torch.AcceleratorError as error:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
             return self._fail_step(batch)
-        # Where there was no token to sample the request is ended below, and none comes out.
-        token_ids = np.maximum(result.token_ids.numpy(), 0)[:, None]
-        num_tokens = np.ones(len(token_ids), dtype=np.int32)
-        self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
         handles = []
         if len(batch.tracked_rows) or batch.num_prompt_logits:
-            handles = self._tracked.after_step(batch, state.plan, result)
+            try:
+                handles = self._tracked.after_step(batch, state.plan, result)
+            except Exception:
+                request_ids = self._tracked.fail_step(batch)
+                logger.exception("a step's tokens cannot be taken; requests end: %s", shown_ids(request_ids))
         outputs = np.concatenate([self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles])
         # An embedding's one token is nobody's.
         self._num_generation_tokens += len(outputs) - len(state.plan.embedding_rows)

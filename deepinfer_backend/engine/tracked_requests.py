@@ -15,7 +15,7 @@ from deepinfer_backend._core import RequestOutputPool, Scheduler, SchedulerOutpu
 from deepinfer_backend.engine.beam_searches import BeamSearches
 from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestResult, request_failed
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
-from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.errors import InvalidRequestError, step_failed_error
 from deepinfer_backend.worker.sampler import NO_TOKEN
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
 from deepinfer_backend.worker.sequence_states import Grammar, SequenceState, SequenceStates, needs_state
@@ -132,6 +132,20 @@ class TrackedRequests:
         self._take_embeddings(batch, plan, result)
         self._take_tokens(batch, result)
         return self._take_candidates(batch, result)
+
+    def fail_step(self, batch: SchedulerOutputs) -> list[str]:
+        """Ends the tracked requests of a step that `after_step` could not take; returns their ids."""
+        for parent_id, child_id in self._scheduler.take_forks():
+            self._add_fork(parent_id, child_id)
+        seq_ids = [*batch.tracked_seq_ids.tolist(), *(seq_id for seq_id, _, _ in batch.prompt_logits.tolist())]
+        requests = {request.request_id: request for seq_id in seq_ids if (request := self._requests.get(seq_id))}
+        # A request that was told of its failure already is told no second time.
+        failed = [request for request in requests.values() if request.request_id not in self._failed_ids]
+        for request in failed:
+            self._failed_ids.add(request.request_id)
+            self._scheduler.abort_request(request.request_id)
+            self._results.append(request_failed(request, step_failed_error(request.request_id)))
+        return [request.request_id for request in failed]
 
     def _add_fork(self, parent_id: int, child_id: int) -> None:
         request = self._requests[child_id] = self._requests[parent_id]

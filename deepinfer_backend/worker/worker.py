@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class Worker:
     1. The device works in the order in which steps were launched; the host never waits for a token to launch one.
     2. At most one step is in flight after a call returns: `prev_step_state`, always a decode step.
     3. A buffer set is written again two steps later, when the step that used it has been post-processed.
+    4. What goes wrong while a step is launched, on either side, is raised by that step's `StepState.wait`.
 
     Owned by the thread that steps the engine.
 
@@ -127,6 +129,12 @@ class Worker:
     def _forward(self, batch: SchedulerOutputs) -> StepState:
         buffers = self._free_buffers
         self._free_buffers, self._used_buffers = self._used_buffers, buffers
+        try:
+            return StepState(batch, buffers, self._launch_forward(batch, buffers))
+        except Exception as error:
+            return StepState(batch, buffers, self._failed(error))
+
+    def _launch_forward(self, batch: SchedulerOutputs, buffers: StepBuffers) -> Pending[ForwardResult | None]:
         batch.write(buffers.arrays)
         block_copies = torch.from_numpy(batch.block_copies.copy()) if len(batch.block_copies) else None
         previous = self.prev_step_state
@@ -141,9 +149,23 @@ class Worker:
             token_ids = None if inflight is None else inflight.token_ids
             return self._runner.forward(batch, buffers, block_copies, token_ids, lora)
 
-        return StepState(batch, buffers, self._stream.submit(launch))
+        return self._stream.submit(launch)
 
     def _sample(self, state: StepState) -> None:
+        try:
+            state.sampled = self._launch_sample(state)
+        except Exception as error:
+            state.sampled = self._failed(error)
+
+    def _failed(self, error: Exception) -> Pending[NoReturn]:
+        """In its place among what was launched."""
+
+        def fail() -> NoReturn:
+            raise error
+
+        return self._stream.submit(fail)
+
+    def _launch_sample(self, state: StepState) -> Pending[SampledStep | None]:
         batch = state.batch
         if len(batch.tracked_rows) or batch.num_prompt_logits:
             state.plan = self._plan_sampling(batch)
@@ -174,7 +196,7 @@ class Worker:
             )
             return SampledStep(sampled.token_ids, result)
 
-        state.sampled = self._stream.submit(launch)
+        return self._stream.submit(launch)
 
 
 def _sampling_batch(

@@ -141,6 +141,53 @@ def test_one_sequence_that_is_ended_from_outside_leaves_the_others_alone(
             driver.check_nothing_is_left()
 
 
+@contextmanager
+def broken_host(driver: EngineDriver, part: str) -> Iterator[None]:
+    """The host's share in steps with tracked requests fails meanwhile."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    target, name = {
+        "forward": (driver.engine.worker, "_launch_forward"),
+        "plan": (driver.engine.worker, "_plan_sampling"),
+        "after_step": (driver.engine._tracked, "after_step"),
+    }[part]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, fail)
+        yield
+
+
+@pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
+@pytest.mark.parametrize("kind", ["edited sequences", "beams", "edited beams", "prompt logprobs", "embedding"])
+@pytest.mark.parametrize("part", ["forward", "plan", "after_step"])
+def test_what_fails_on_the_host_around_a_step_fails_its_requests_and_the_engine_goes_on(
+    model_args: dict[str, Any], part: str, kind: str, zero_overhead_scheduling: bool
+) -> None:
+    with EngineDriver(**model_args, **ENGINE_ARGS, zero_overhead_scheduling=zero_overhead_scheduling) as driver:
+        expected = driver.run(bystanders())
+        num_failed = 0
+        for num_rounds in range(NUM_MOMENTS):
+            driver.add(request_of(kind, "failed"))
+            for _ in range(num_rounds):
+                driver.round()
+            with broken_host(driver, part):
+                driver.round()
+                driver.round()
+            for request in bystanders():
+                driver.add(request)
+            driver.drain()
+            error = driver.answer("failed")
+            if isinstance(error, EngineError):
+                num_failed += 1
+                assert "request failed: a step of the engine failed" in str(error)
+            for request, answer in zip(bystanders(), expected, strict=True):
+                assert_same_answer(driver.answer(request.request_id), answer)
+            driver.check_nothing_is_left()
+        assert num_failed >= 1
+        check_adapter_is_not_in_use(driver)
+
+
 @pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_step_fails_whole_requests_once_and_the_engine_goes_on(
