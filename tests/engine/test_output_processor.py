@@ -124,6 +124,16 @@ def test_a_token_that_a_sampled_text_merely_contains_is_skipped_or_shown() -> No
         assert run.text() == text
 
 
+def test_a_delta_tells_how_many_tokens_have_no_text_yet() -> None:
+    run = Run(n=2)
+    globe = encode("🌍")
+    assert len(globe) == 3
+    numbers = [[delta.num_held_tokens for delta in run.step(token(id_), token(WORDS[0], 1))] for id_ in globe]
+    assert numbers == [[1, 0], [2, 0], [0, 0]]
+    run.step(token(globe[0]))
+    assert [delta.num_held_tokens for delta in run.step(token(globe[1], reason="LENGTH"))] == [0]
+
+
 def test_without_detokenizing_there_are_tokens_and_no_text() -> None:
     for tokenizer in (bundled_tokenizer(), None):
         run = Run(tokenizer=tokenizer, detokenize=False, logprobs=0)
