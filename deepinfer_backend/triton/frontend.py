@@ -135,7 +135,7 @@ class Frontend:
     def _accept_one(self, request: Any) -> None:
         sender = request.get_response_sender()
         trace_context = read_trace_context(request) if self._tracer else ""
-        request_id = new_request_id("", self._model_name)  # until its own is read
+        request_id = ""
         try:
             client_request_id = read_utf8("id", request.request_id)
             request_id = new_request_id(client_request_id, self._model_name)
@@ -149,11 +149,12 @@ class Frontend:
                 stream = ResponseStream(request_id, sender, parsed, trace_context)
                 self._request_log.log_arrival(parsed)
             self._responder.open(stream)
-        except DeepInferError as error:
+        except Exception as error:
+            request_id = request_id or new_request_id("", self._model_name)  # its own cannot be read
+            if not isinstance(error, DeepInferError):
+                logger.exception("request %s: cannot be read", request_id)
+                error = _internal_error(request_id)
             self._refuse(request_id, sender, trace_context, error)
-        except Exception:
-            logger.exception("request %s: cannot be read", request_id)
-            self._refuse(request_id, sender, trace_context, _internal_error(request_id))
         else:
             if isinstance(parsed, CancelRequest):
                 self._responder.cancel(parsed)

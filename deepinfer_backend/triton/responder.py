@@ -75,6 +75,9 @@ class Responder:
 
     Everything that may end a request arrives in one queue and is handled by one thread, so that each request has one
     history: admitted, deltas, end. All methods may be called from any thread; none waits for a client.
+
+    What waits in the queue while a send takes long are the tokens of open requests, about 300 bytes each: at most their
+    answers. It is merged when it is taken. Meanwhile no request starts, so that `max_queue_size` bounds their number.
     """
 
     def __init__(

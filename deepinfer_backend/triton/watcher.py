@@ -12,6 +12,7 @@ from deepinfer_backend.errors import RequestCancelledError, UnavailableError
 from deepinfer_backend.triton.metrics import ModelMetrics
 from deepinfer_backend.triton.request_log import RequestLog
 from deepinfer_backend.triton.responder import Responder
+from deepinfer_backend.triton.response_stream import ResponseStream
 from deepinfer_backend.triton.shutdown_signal import Ending, ShutdownSignal
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Watcher:
         self._ending = Ending.NOTHING
         self._drain_deadline_s = math.inf
         self._next_metrics_s = 0.0
+        self._failed_ids: set[str] = set()  # of open streams
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deepinfer-watcher", daemon=True)
 
@@ -66,17 +68,21 @@ class Watcher:
                     logger.exception("the watcher goes on after an error")
 
     def _look_at_streams(self) -> None:
-        for stream in self._responder.open_streams():
-            if stream.is_cancelled():
-                self._responder.fail(
-                    stream.request_id, RequestCancelledError("the client cancelled or left", reason="client")
-                )
-            elif stream.deadline_s is not None and time.monotonic() > stream.deadline_s:
-                timeout_s = stream.deadline_s - stream.arrival_s
-                self._responder.fail(
-                    stream.request_id,
-                    RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer", reason="timeout"),
-                )
+        streams = self._responder.open_streams()
+        # Once is enough, however long the responder takes to come to it.
+        self._failed_ids.intersection_update(stream.request_id for stream in streams)
+        for stream in streams:
+            if stream.request_id not in self._failed_ids and (error := self._reason_to_end(stream)) is not None:
+                self._failed_ids.add(stream.request_id)
+                self._responder.fail(stream.request_id, error)
+
+    def _reason_to_end(self, stream: ResponseStream) -> RequestCancelledError | None:
+        if stream.is_cancelled():
+            return RequestCancelledError("the client cancelled or left", reason="client")
+        if stream.deadline_s is not None and time.monotonic() > stream.deadline_s:
+            timeout_s = stream.deadline_s - stream.arrival_s
+            return RequestCancelledError(f"timeout of {timeout_s:g} s passed before the answer", reason="timeout")
+        return None
 
     def _look_for_ending(self) -> None:
         streams = self._responder.open_streams()
