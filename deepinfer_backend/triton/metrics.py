@@ -48,7 +48,7 @@ class ModelMetrics:
     def __init__(self, model_name: str, model_version: str) -> None:
         self._triton = _TritonMetrics(model_name, model_version)
         self._engine: _EngineTotals | None = None
-        self._published_totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._published_values: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._published_engine: _EngineTotals | None = None
         self._requests: deque[RequestSummary] = deque(maxlen=_MAX_KEPT_REQUESTS)
         self._token_gaps = TokenGaps(MAX_TOKEN_GAPS)
@@ -80,12 +80,13 @@ class ModelMetrics:
         # its tokens.
         num_requests = min(len(self._requests), _MAX_TAKEN_REQUESTS)
         self._publish_engine()
+        if not self._values:  # else this call is one more of the same interval
+            self._values.extend((INTER_TOKEN_LATENCY, gap_s) for gap_s in self._token_gaps.take())
         self._take_requests(num_requests)
-        self._values.extend((INTER_TOKEN_LATENCY, gap_s) for gap_s in self._token_gaps.take())
         while self._values and time.monotonic() < deadline_s:
             family, value = self._values.popleft()
             self._triton.metric(family).observe(value)
-        return bool(self._values or self._requests)
+        return bool(self._values) or num_requests == _MAX_TAKEN_REQUESTS
 
     def close(self) -> None:
         """Nothing of the model stays on the endpoint."""
@@ -101,15 +102,17 @@ class ModelMetrics:
         self._published_engine = engine
         for each in ENGINE_FAMILIES:
             for label_value, read in each.series.items():
-                metric = self._triton.metric(each.family, label_value)
-                if each.family.kind is MetricKind.GAUGE:
-                    metric.set(read(engine.stats))
-                    continue
-                total = read(engine.before) + read(engine.stats)
+                is_gauge = each.family.kind is MetricKind.GAUGE
+                value = read(engine.stats) if is_gauge else read(engine.before) + read(engine.stats)
                 key = (each.family.name, label_value)
-                if total > self._published_totals[key]:
-                    metric.increment(total - self._published_totals[key])
-                    self._published_totals[key] = total
+                if value == self._published_values[key]:
+                    continue
+                metric = self._triton.metric(each.family, label_value)
+                if is_gauge:
+                    metric.set(value)
+                else:
+                    metric.increment(value - self._published_values[key])
+                self._published_values[key] = value
 
     def _take_requests(self, num_requests: int) -> None:
         increases: Counter[tuple[MetricFamily, str]] = Counter()
