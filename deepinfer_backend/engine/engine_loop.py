@@ -133,8 +133,8 @@ class EngineLoop:
         except Exception:
             logger.exception("request %s: cannot be taken in", request.request_id)
             self._engine.abort_request([request.request_id])
-            error_ = EngineError(f"request {request.request_id}: cannot be taken in; the engine's log has the traceback")
-            self._report([request_failed(request, error_)], NO_HANDLES)
+            shown_error = f"request {request.request_id}: cannot be taken in; the engine's log has the traceback"
+            self._report([request_failed(request, EngineError(shown_error))], NO_HANDLES)
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
         """To each client what is its own, and to the owner how things stand in any case."""

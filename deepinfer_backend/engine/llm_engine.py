@@ -260,7 +260,7 @@ class LLMEngine:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
             return self._fail_step(batch)
-        handles = []
+        handles: list[Handles] = []
         if len(batch.tracked_rows) or batch.num_prompt_logits:
             try:
                 handles = self._tracked.after_step(batch, state.plan, result)

@@ -30,20 +30,31 @@ class EngineState(Enum):
 
 
 class _Watchdog:
-    """Whether an engine that has work is silent for too long. An engine with work tells of it after each step."""
+    """Whether an engine that has work is silent for too long. An engine with work tells of it after each step.
+
+    An engine that others own tells only them of its work, and is theirs to watch.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._is_told = False
         self._is_busy = False
         self._last_message_s = time.monotonic()
+
+    def expect_work(self) -> None:
+        """It was given some: also one that had nothing to do when it got stuck is missed. From any thread."""
+        if not self._is_busy:
+            self._last_message_s = time.monotonic()
+            self._is_busy = True
 
     def is_stuck(self, outputs: EngineOutputs | None) -> bool:
         """To be asked with whatever the engine told last; None: nothing."""
         now_s = time.monotonic()
         if outputs is None:
-            return self._is_busy and now_s - self._last_message_s > self.timeout_s
+            return self._is_told and self._is_busy and now_s - self._last_message_s > self.timeout_s
         self._last_message_s = now_s
         if outputs.stats is not None:
+            self._is_told = True
             self._is_busy = outputs.stats.num_running + outputs.stats.num_waiting > 0
         return False
 
@@ -70,7 +81,7 @@ class EngineSupervisor:
         self._on_death = on_death
         self._on_failed = on_failed
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # guards _client, _state and info
+        self._lock = threading.Lock()  # guards _client, _watchdog, _state and info
         self._client = start_engine()
         self._state = EngineState.RUNNING
         self.info: EngineInfo = self._client.info
@@ -97,7 +108,8 @@ class EngineSupervisor:
         with self._lock:
             if self._state is not EngineState.RUNNING:
                 raise UnavailableError(_UNAVAILABLE_BECAUSE[self._state])
-            client = self._client
+            client, watchdog = self._client, self._watchdog
+        watchdog.expect_work()
         try:
             client.add_request(request)
         except EngineDeadError:
@@ -133,6 +145,8 @@ class EngineSupervisor:
                 outputs = self._client.get_outputs(_POLL_TIMEOUT_S)
                 if self._watchdog.is_stuck(outputs):
                     logger.error("no step within %g s: the engine is stuck and is ended", self._watchdog.timeout_s)
+                    with self._lock:
+                        self._state = EngineState.RESTARTING
                     self._client.kill()
                 if outputs is not None:
                     self._on_outputs(outputs)
@@ -168,8 +182,8 @@ class EngineSupervisor:
                 logger.exception("the engine does not start")
                 delay_s = min(max(2 * delay_s, _FIRST_RETRY_DELAY_S), _MAX_RETRY_DELAY_S)
                 continue
-            self._watchdog = _Watchdog(self._watchdog.timeout_s)
             with self._lock:
+                self._watchdog = _Watchdog(self._watchdog.timeout_s)
                 self._client, self.info, self._state = client, client.info, EngineState.RUNNING
             logger.warning("a new engine is running")
             return True
