@@ -21,6 +21,7 @@ from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineOutputs, sort_out_failures
 from deepinfer_backend.engine.engine_info_file import write_engine_info
+from deepinfer_backend.engine.engine_link import follow, point_to, remove_if_it_leads_to
 from deepinfer_backend.engine.messages import (
     AbortRequests,
     AbortSequences,
@@ -42,6 +43,7 @@ from deepinfer_backend.errors import EngineDeadError, EngineError, UnavailableEr
 
 _CLOSE_TIMEOUT_S = 2.0
 _READY_POLL_S = 1.0
+_ATTACH_POLL_S = 0.1
 _LAST_WORDS_TIMEOUT_MS = 1000
 _REQUESTS, _OUTPUTS = "requests", "outputs"
 
@@ -161,13 +163,10 @@ class ChildEngineClient(_RemoteEngineClient):
         EngineError: the engine could not start; the message is its own.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path | None = None) -> None:
-        """`folder`: where others find the engine, see `AttachedEngineClient`; by default nobody does."""
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
-        else:
-            _make_private_folder(folder)
-        self._folder = folder
+    def __init__(self, config: EngineConfig, link: Path | None = None) -> None:
+        """`link`: where others find the engine, see `AttachedEngineClient`; by default nobody does."""
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
+        self._link = link
         super().__init__("owner", folder, folder)
         self._process = subprocess.Popen(
             [
@@ -188,6 +187,8 @@ class ChildEngineClient(_RemoteEngineClient):
             self._process.stdin.flush()
             self.info = self._wait_until_ready()
             write_engine_info(folder, self.info)
+            if link is not None:
+                point_to(link, folder)
         except BrokenPipeError:
             self.close()
             raise EngineError("the engine process ended before it was ready; its log says why") from None
@@ -217,6 +218,8 @@ class ChildEngineClient(_RemoteEngineClient):
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._close_sockets(linger_ms=0)
+        if self._link is not None:
+            remove_if_it_leads_to(self._link, self._folder)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_until_ready(self) -> EngineInfo:
@@ -236,22 +239,24 @@ class ChildEngineClient(_RemoteEngineClient):
 
 
 class AttachedEngineClient(_RemoteEngineClient):
-    """An engine that another process has started, with `folder` for its sockets.
+    """An engine that another process has started, where `link` leads.
 
     What this client asks for ends with it; the engine's end is its owner's business.
 
     Raises (constructor):
-        UnavailableError: there is no engine at `folder` within `timeout_s`; one that is starting is waited for.
+        UnavailableError: there is no engine that is ready within `timeout_s`.
     """
 
-    def __init__(self, folder: Path, client_name: str, timeout_s: float) -> None:
+    def __init__(self, link: Path, client_name: str, timeout_s: float) -> None:
         """`client_name`: for the logs, any."""
+        deadline_s = time.monotonic() + timeout_s
+        engine_folder = _wait_for_engine(link, deadline_s)
         self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-client-"))
         client_id = f"{client_name}-{os.getpid()}-{next(_attachment_numbers)}"
-        super().__init__(client_id, folder, self._folder)
+        super().__init__(client_id, engine_folder, self._folder)
         try:
             self._requests.send(encode(Attach(client_id, self._outputs_address, os.getpid())))
-            self.info = self._wait_until_ready(folder, timeout_s)
+            self.info = self._wait_until_attached(deadline_s)
         except BaseException:
             self.close()
             raise
@@ -264,27 +269,25 @@ class AttachedEngineClient(_RemoteEngineClient):
             self._close_sockets(linger_ms=0 if self._exited is None else _LAST_WORDS_TIMEOUT_MS)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait_until_ready(self, folder: Path, timeout_s: float) -> EngineInfo:
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            match self._receive(_READY_POLL_S):
+    def _wait_until_attached(self, deadline_s: float) -> EngineInfo:
+        while time.monotonic() < deadline_s:
+            match self._receive(_ATTACH_POLL_S):
                 case EngineReady(info, process_id):
                     self._watch(process_id)
                     return info
-                case None if folder.exists():  # one that loads its model takes as long as it takes
-                    continue
-                case None if time.monotonic() > deadline_s:
-                    raise UnavailableError(f"there was no engine to share within {timeout_s:g} s", reason="engine")
-                case _:
-                    continue
+        raise _no_engine_to_share()
 
 
-def _make_private_folder(folder: Path) -> None:
-    """Its path can be guessed, so another user may have made it first: nobody else may put an engine there."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise EngineError(f"{folder} belongs to somebody else: it must be removed first")
+def _wait_for_engine(link: Path, deadline_s: float) -> Path:
+    while (folder := follow(link)) is None:
+        if time.monotonic() > deadline_s:
+            raise _no_engine_to_share()
+        time.sleep(_ATTACH_POLL_S)
+    return folder
+
+
+def _no_engine_to_share() -> UnavailableError:
+    return UnavailableError("there is no engine to share: the model that owns it is not ready", reason="engine")
 
 
 def _python() -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def engine_folder(model_name: str) -> Path:
-    """The folder of the sockets of a model's engine, and of what is known of it: see `engine_info_file`.
+    """Leads to the folder of a model's engine that is ready, and of what is known of it: see `engine_link`.
 
-    To be asked in a process that Triton started. A socket's path is short: at most 107 bytes.
+    To be asked in a process that Triton started.
     """
     digest = hashlib.sha256(model_name.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"deepinfer-engine-{os.getppid()}-{digest}"

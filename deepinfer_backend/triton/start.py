@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ENGINE_OF = "engine_of"
 """The one key of a model.json whose model shares the engine of another one, which it names."""
 
-_ATTACH_TIMEOUT_S = 60.0  # until there is an engine that starts; that it starts may take longer
+_ATTACH_TIMEOUT_S = 3600.0  # loading the largest models takes most of it
 _TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"
 
 

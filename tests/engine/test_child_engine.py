@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,9 @@ def client(config: EngineConfig) -> Iterator[ChildEngineClient]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """Where an engine's sockets may be: pytest's own folders have names that are too long for a socket's."""
-    with tempfile.TemporaryDirectory(prefix="deepinfer-test-") as parent:
-        yield Path(parent) / "engine"
+def link(tmp_path: Path) -> Path:
+    """Where others find an engine."""
+    return tmp_path / "engine"
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int) -> EngineRequest:
@@ -146,9 +144,9 @@ def test_engine_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
         assert ended
 
 
-def test_clients_that_share_an_engine_get_their_own_outputs(config: EngineConfig, folder: Path) -> None:
-    owner = ChildEngineClient(config, folder)
-    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+def test_clients_that_share_an_engine_get_their_own_outputs(config: EngineConfig, link: Path) -> None:
+    owner = ChildEngineClient(config, link)
+    attached = AttachedEngineClient(link, "attached", TIMEOUT_S)
     assert attached.info == owner.info
     # The same id twice would be refused: ids are unique among all clients' live requests.
     clients: dict[str, EngineClient] = {"owner": owner, "attached": attached}
@@ -162,12 +160,12 @@ def test_clients_that_share_an_engine_get_their_own_outputs(config: EngineConfig
         assert len(tokens[0]) == 10
     attached.close()
     owner.close()
-    assert not folder.exists()
+    assert not link.is_symlink()
 
 
-def test_a_client_that_leaves_ends_its_requests_and_nobody_elses(config: EngineConfig, folder: Path) -> None:
-    owner = ChildEngineClient(config, folder)
-    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+def test_a_client_that_leaves_ends_its_requests_and_nobody_elses(config: EngineConfig, link: Path) -> None:
+    owner = ChildEngineClient(config, link)
+    attached = AttachedEngineClient(link, "attached", TIMEOUT_S)
     attached.add_request(request("long", [5, 6, 7], 900))
     assert attached.get_outputs(TIMEOUT_S) is not None
     attached.close()
@@ -177,8 +175,8 @@ def test_a_client_that_leaves_ends_its_requests_and_nobody_elses(config: EngineC
     owner.close()
 
 
-def test_an_attached_client_that_is_killed_ends_its_requests(config: EngineConfig, folder: Path) -> None:
-    owner = ChildEngineClient(config, folder)
+def test_an_attached_client_that_is_killed_ends_its_requests(config: EngineConfig, link: Path) -> None:
+    owner = ChildEngineClient(config, link)
     program = (
         "import sys; from pathlib import Path; import numpy as np; from deepinfer_backend import SamplingParams\n"
         "from deepinfer_backend.engine.engine_process import AttachedEngineClient\n"
@@ -189,7 +187,7 @@ def test_an_attached_client_that_is_killed_ends_its_requests(config: EngineConfi
         "client.get_outputs(60); print('running', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(link)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"running\n"
@@ -198,9 +196,9 @@ def test_an_attached_client_that_is_killed_ends_its_requests(config: EngineConfi
     owner.close()
 
 
-def test_an_attached_client_is_told_of_the_engines_death(config: EngineConfig, folder: Path) -> None:
-    owner = ChildEngineClient(config, folder)
-    attached = AttachedEngineClient(folder, "attached", TIMEOUT_S)
+def test_an_attached_client_is_told_of_the_engines_death(config: EngineConfig, link: Path) -> None:
+    owner = ChildEngineClient(config, link)
+    attached = AttachedEngineClient(link, "attached", TIMEOUT_S)
     os.kill(owner.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         attached.get_outputs(TIMEOUT_S)
@@ -215,11 +213,26 @@ def test_attaching_where_there_is_no_engine_fails_in_time(tmp_path: Path) -> Non
         AttachedEngineClient(tmp_path / "nothing", "attached", 0.1)
 
 
-def test_a_folder_that_others_can_write_is_refused(config: EngineConfig, folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(EngineError, match="somebody else"):
-        ChildEngineClient(config, folder)
+def test_a_folder_that_others_can_write_is_no_engines(link: Path) -> None:
+    link.mkdir(mode=0o777)
+    link.chmod(0o777)
+    with pytest.raises(UnavailableError, match="no engine"):
+        AttachedEngineClient(link, "attached", 0.1)
+
+
+def test_an_engine_that_drains_is_not_in_the_way_of_the_next_one(config: EngineConfig, link: Path) -> None:
+    draining = ChildEngineClient(config, link)
+    old = AttachedEngineClient(link, "old", TIMEOUT_S)
+    following = ChildEngineClient(config, link)
+    old.add_request(request("old", [5, 6, 7], 5))
+    collect(old, 1)
+    draining.close()
+    new = AttachedEngineClient(link, "new", TIMEOUT_S)
+    new.add_request(request("new", [5, 6, 7], 5))
+    collect(new, 1)
+    for client in (old, new, following):
+        client.close()
+    assert not link.is_symlink()
 
 
 def wait_until_unused(owner: ChildEngineClient) -> bool:
