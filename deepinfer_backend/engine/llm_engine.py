@@ -267,7 +267,9 @@ class LLMEngine:
             except Exception:
                 request_ids = self._tracked.fail_step(batch)
                 logger.exception("a step's tokens cannot be taken; requests end: %s", shown_ids(request_ids))
-        outputs = np.concatenate([self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles])
+        outputs: Handles = np.concatenate(
+            [self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles]
+        )
         # An embedding's one token is nobody's.
         self._num_generation_tokens += len(outputs) - len(state.plan.embedding_rows)
         return outputs

@@ -165,22 +165,28 @@ class Responder:
     def _run(self) -> None:
         while True:
             events = self._next_events()
-            # In this order no answer that is already there is lost to an error that came later.
-            for event in events:
-                if isinstance(event, _Admit):
-                    with self._guard(event.request.request_id):
-                        self._admit(event.request)
-            self._respond([event for event in events if isinstance(event, EngineOutputs)])
-            for event in events:
-                if isinstance(event, _Fail):
-                    self._end_with_error(event.request_id, event.error)
-                elif isinstance(event, _Cancel):
-                    self._cancel(event.request)
-                elif isinstance(event, _FailAll):
-                    for stream in self.open_streams():
-                        self._end_with_error(stream.request_id, event.error)
+            try:
+                self._handle(events)
+            except Exception:
+                logger.exception("the responder goes on after an error")  # without it nobody is answered any more
             if any(isinstance(event, _Stop) for event in events):
                 return
+
+    def _handle(self, events: list[_Event]) -> None:
+        # In this order no answer that is already there is lost to an error that came later.
+        for event in events:
+            if isinstance(event, _Admit):
+                with self._guard(event.request.request_id):
+                    self._admit(event.request)
+        self._respond([event for event in events if isinstance(event, EngineOutputs)])
+        for event in events:
+            if isinstance(event, _Fail):
+                self._end_with_error(event.request_id, event.error)
+            elif isinstance(event, _Cancel):
+                self._cancel(event.request)
+            elif isinstance(event, _FailAll):
+                for stream in self.open_streams():
+                    self._end_with_error(stream.request_id, event.error)
 
     def _next_events(self) -> list[_Event]:
         """All that is there, at least one: an engine that outruns the senders gets fewer, longer responses."""
@@ -269,10 +275,16 @@ class Responder:
         with self._lock:
             self._open.pop(request_id, None)
             self._waiting.discard(request_id)
-        if request_id in self._admitted:
-            self._admitted.discard(request_id)
-            self._output_processor.remove_request(request_id)
-        summary = stream.summary(error)
+        is_admitted = request_id in self._admitted
+        self._admitted.discard(request_id)
+        # It has its FINAL; what goes wrong from here on is nobody's error.
+        try:
+            if is_admitted:
+                self._output_processor.remove_request(request_id)
+            summary = stream.summary(error)
+        except Exception:
+            logger.exception("request %s: cannot be closed", request_id)
+            return
         for observe in self._observers:
             try:
                 observe(summary)

@@ -153,7 +153,15 @@ class ResponseStream:
     def fail(self, error: DeepInferError) -> None:
         """Ends the request with an error."""
         code = getattr(pb_utils.TritonError, error.word, pb_utils.TritonError.INTERNAL)
-        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), is_final=True)
+        try:
+            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        except Exception:
+            logger.exception("request %s: its error cannot be told", self.request_id)
+            with self._lock:
+                if self._state is State.OPEN:
+                    self._close()
+            return
+        self._send(response, is_final=True)
 
     def _send(self, response: Any, *, is_final: bool) -> None:
         with self._lock:

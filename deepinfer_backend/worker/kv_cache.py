@@ -12,14 +12,18 @@ import numpy as np
 import torch
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.errors import ConfigError, EngineError
 from deepinfer_backend.models.interface import LayerShape
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.25
 
 
 class KVCache:
-    """Owns the keys and values of all layers. `num_blocks` counts the blocks that sequences can have."""
+    """Owns the keys and values of all layers. `num_blocks` counts the blocks that sequences can have.
+
+    Raises (constructor):
+        EngineError: the memory does not suffice; the message has the size.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,15 @@ class KVCache:
             # numpy leaves the zeroing to the kernel, page by page: memory that no sequence reaches is never taken.
             return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
-        self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
-        self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]
+        try:
+            self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
+            self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            num_bytes = (num_blocks + 1) * block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
+            raise EngineError(
+                f"the KV cache of {num_blocks} blocks of {block_size} tokens, {num_bytes} bytes, does not fit into "
+                f"the memory of {device}: kv_cache_memory_bytes, max_num_seqs and max_model_len make it smaller"
+            ) from error
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Stores key and value [num_tokens, num_kv_heads, dim] at slots [num_tokens] (block * block_size + offset)."""
