@@ -24,6 +24,9 @@ _TOKEN_NAMES = SamplingNames(
 )
 _TEXT_NAMES = SamplingNames(max_tokens="max_tokens", top_k="top_k", top_p="top_p", length_penalty="length_penalty")
 
+_CACHE_SALT = "cache_salt"
+"""The one sampling field that is a parameter of the request here, since no tensor of this interface could say it."""
+
 _NO_LOGITS = "logits are not given out"
 _NO_PROMPT_TUNING = "prompt tuning is not supported"
 _NO_LORA_UPLOAD = "an adapter is named when the server starts, in lora_modules"
@@ -122,6 +125,7 @@ class TensorrtLlmParser:
             bad_words=[],
             logit_bias=biases.added,
             eos_token_id=self._words.eos_token_id,
+            cache_salt=parameters.sampling_fields.get(_CACHE_SALT),
             info=self._info,
             config=self._config,
         )
@@ -177,6 +181,7 @@ class TensorrtLlmBlsParser:
             bad_words=[word for word in inputs.texts("bad_words") if word],
             logit_bias=biases.added,
             eos_token_id=self._words.eos_token_id,
+            cache_salt=parameters.sampling_fields.get(_CACHE_SALT),
             info=self._info,
             config=self._config,
         )
@@ -215,7 +220,7 @@ def tensorrt_llm_bls_interface(
 
 def _read_parameters(request: Any) -> RequestParameters:
     parameters = read_parameters(request)
-    for name in parameters.sampling_fields:
+    for name in parameters.sampling_fields.keys() - {_CACHE_SALT}:
         raise InvalidRequestError(f"{shown(name)} is a parameter of the request: must be an input tensor or left out")
     return parameters
 

@@ -48,6 +48,7 @@ def read_sampling_params(
     bad_words: list[str],
     logit_bias: dict[int, float],
     eos_token_id: int | None,
+    cache_salt: Any,
     info: EngineInfo,
     config: EngineConfig,
 ) -> SamplingParams:
@@ -90,6 +91,7 @@ def read_sampling_params(
         logit_bias=logit_bias,
         structured_outputs=structured_outputs,
         lora_name=_read_lora_name(inputs, config),
+        cache_salt=cache_salt,
         detokenize=not config.skip_tokenizer_init,
     )
 

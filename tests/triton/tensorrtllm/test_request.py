@@ -437,9 +437,23 @@ def test_a_sampling_field_as_a_request_parameter_is_refused_not_ignored() -> Non
     tensors: dict[str, Any] = {name: tensor(specs[name], value) for name, value in needed.items()}
     with pytest.raises(InvalidRequestError, match="'temperature' is a parameter of the request"):
         parser(Request(**tensors, parameters={"temperature": 0.5}), "id", "")
-    request = parser(Request(**tensors, parameters={"priority": 2, "timeout": 1_500_000}), "id", "")
+    request = parser(Request(**tensors, parameters={"priority": 2, "timeout": 1_500_000, "cache_salt": "a"}), "id", "")
     assert isinstance(request, GenerateRequest)
-    assert (request.priority, request.timeout_s) == (2, 1.5)
+    assert (request.priority, request.timeout_s, request.sampling_params.cache_salt) == (2, 1.5, "a")
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_and_refuses_what_needs_text() -> None:
+    config = EngineConfig(skip_tokenizer_init=True)
+    parser = TensorrtLlmParser(None, engine_info(), config, ModelOptions())
+    specs, needed = SPECS[TensorrtLlmParser], NEEDED[TensorrtLlmParser]
+    tensors: dict[str, Any] = {name: tensor(specs[name], value) for name, value in needed.items()}
+    request = parser(Request(**tensors), "id", "")
+    assert isinstance(request, GenerateRequest)
+    assert (list(request.prompt), request.echo) == ([5, 6, 7], "")  # type: ignore[arg-type]
+    params = InputProcessor(None, engine_info(), config).process("id", request.prompt, request.sampling_params)
+    assert not params.sampling_params.detokenize
+    with pytest.raises(InvalidRequestError, match="stop_words_list is set: must be left out"):
+        parser(Request(**tensors, stop_words_list=word_list([5])), "id", "")
 
 
 def test_text_that_is_not_utf_8_is_refused() -> None:
