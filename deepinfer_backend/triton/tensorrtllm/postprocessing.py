@@ -63,7 +63,7 @@ def read_sequences(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int
             "[rows, sequences, tokens] and [rows, sequences]"
         )
     sequences = []
-    for row, length in zip(tokens.reshape(-1, tokens.shape[2]), lengths.reshape(-1).tolist(), strict=True):
+    for row, length in zip((row for rows in tokens for row in rows), lengths.ravel().tolist(), strict=True):
         if not 0 <= length <= len(row):
             raise InvalidRequestError(
                 f"SEQUENCE_LENGTH has {length}: must be 0 to {len(row)}, the width of TOKENS_BATCH"

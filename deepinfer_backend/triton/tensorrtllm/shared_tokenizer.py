@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_OF = "engine_of"
 _LOOK_INTERVAL_S = 0.2
+_TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"
 # No vocabulary has tokens this long on average: longer text cannot fit and is refused before it is tokenized.
 _MAX_CHARS_PER_TOKEN = 64
 
@@ -117,7 +119,8 @@ class EngineTokenizer:
         return LoadedTokenizer(tokenizer, info.vocab_size, info.max_model_len * _MAX_CHARS_PER_TOKEN)
 
     def _load_early(self) -> None:
-        """So that the first request need not wait for it: the tokenizer's library alone takes seconds to import."""
+        """So that the first request need not wait for it."""
+        import_module(_TOKENIZER_LIBRARY)  # takes as long as an engine to start: side by side
         while not self._closing.wait(_LOOK_INTERVAL_S):
             try:
                 self.get()

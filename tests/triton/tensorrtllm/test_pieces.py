@@ -268,6 +268,7 @@ def test_only_as_many_tokens_count_as_the_sequence_is_long(load: Load) -> None:
     tokenizer = bundled_tokenizer()
     model = load(postprocessing, tokenizer)
     token_ids = tokenizer(" one two three four")["input_ids"]
+    assert decoded(model, tokens([])) == [""]  # a response of a stream that brings no whole character
     assert decoded(model, tokens(token_ids, token_ids, token_ids, lengths=[[1, 4, 0]])) == [
         " one",
         " one two three four",
