@@ -68,3 +68,10 @@ def test_every_metric_is_there_once() -> None:
 def test_a_metric_is_described_as_the_code_has_it(family: MetricFamily) -> None:
     label = f"`{family.label}`: {', '.join(family.label_values)}" if family.label else ""
     assert rows("metric")[family.name][1:] == [family.kind.value, label, family.description]
+
+
+def test_metrics_that_the_page_on_migrating_names_are_there() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(deepinfer_\w+)`", page)) - {"deepinfer_backend"}
+    assert len(named) > 15
+    assert named <= {family.name for family in FAMILIES}
