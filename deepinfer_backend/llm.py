@@ -277,7 +277,7 @@ def _completion(request: EngineRequest, deltas: list[TextDelta]) -> Completion:
                 text=delta.text,
                 token_ids=delta.token_ids,
                 cumulative_logprob=delta.cumulative_logprob if has_cumulative_logprob else None,
-                logprobs=delta.logprobs,
+                logprobs=delta.logprobs if params.logprobs is not None else None,
                 finish_reason=delta.finish_reason or "",
                 stop_reason=delta.stop_reason,
                 times=delta.times,

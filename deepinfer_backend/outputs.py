@@ -10,7 +10,10 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The natural logarithm of the model's own probability of a token, and its rank among all (1: the likeliest)."""
+    """The natural logarithm of the model's own probability of a token, and its rank among all.
+
+    Rank 1 is the likeliest; 0 is not known, as in a beam.
+    """
 
     token_id: int
     logprob: float
@@ -36,14 +39,14 @@ class RequestTimes:
 class TextDelta:
     """What is new of one sequence since its last delta.
 
-    The texts of all deltas joined are the sequence's text, as are the token ids and `logprobs` (None unless asked
-    for). Each token has its entry in `logprobs`, also one whose text a stop string cut off. `finish_reason` is set on
-    the sequence's last one only: "stop" or "length". `stop_reason` is the token id or the string that stopped it, if
-    one did. `ends_request`: no delta of any of the request's sequences follows. `cumulative_logprob` (0 unless asked
-    for) and `num_output_tokens` count from the sequence's beginning. `num_held_tokens`: how many of the sequence's last
-    tokens have no text in the deltas so far, because a character is incomplete; 0 on its last delta.
-    `prompt_logprobs`: one entry per prompt token, None for the first; on the request's first delta, if asked for.
-    `embedding`: the answer to an embedding request, on its only delta.
+    The texts of all deltas joined are the sequence's text, as are the token ids and `logprobs` (None unless asked for;
+    a beam has the tokens' own without being asked). Each token has its entry in `logprobs`, also one whose text a stop
+    string cut off. `finish_reason` is set on the sequence's last one only: "stop" or "length". `stop_reason` is the
+    token id or the string that stopped it, if one did. `ends_request`: no delta of any of the request's sequences
+    follows. `cumulative_logprob` (0 unless asked for) and `num_output_tokens` count from the sequence's beginning.
+    `num_held_tokens`: how many of the sequence's last tokens have no text in the deltas so far, because a character is
+    incomplete; 0 on its last delta. `prompt_logprobs`: one entry per prompt token, None for the first; on the request's
+    first delta, if asked for. `embedding`: the answer to an embedding request, on its only delta.
     """
 
     sequence_index: int

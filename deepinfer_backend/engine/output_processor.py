@@ -177,11 +177,12 @@ class OutputProcessor:
                 processed.sequences_to_abort.append((output.request_id, output.sequence_index))
 
     def _new_delta(self, request: _Request, output: RequestOutput) -> TextDelta:
+        params = request.request.sampling_params
         delta = TextDelta(
             output.sequence_index,
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
-            logprobs=[] if request.request.sampling_params.logprobs is not None else None,
+            logprobs=[] if params.logprobs is not None or params.beam_width > 1 else None,
             prompt_logprobs=request.prompt_logprobs,
             embedding=request.embedding,
         )

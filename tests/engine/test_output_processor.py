@@ -171,6 +171,14 @@ def test_no_logprob_is_infinite_or_no_number() -> None:
     json.dumps([shown, run.deltas[-1].cumulative_logprob], allow_nan=False)
 
 
+def test_a_beams_tokens_have_their_own_logprobs_without_being_asked() -> None:
+    run = Run(beam_width=2)
+    (delta,) = run.step(token(WORDS[0], logprob=-0.5), token(WORDS[1], reason="LENGTH", logprob=-0.25))
+    assert delta.logprobs is not None
+    entries = [[(entry.token_id, entry.logprob, entry.rank) for entry in position] for position in delta.logprobs]
+    assert entries == [[(WORDS[0], -0.5, 0)], [(WORDS[1], -0.25, 0)]]
+
+
 def test_without_being_asked_there_are_no_logprobs() -> None:
     run = Run()
     run.step(token(WORDS[0], reason="LENGTH"))

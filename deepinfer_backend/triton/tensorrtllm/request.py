@@ -130,7 +130,7 @@ class TensorrtLlmParser:
             config=self._config,
         )
         stream = _read_stream(inputs, "streaming", self._options)
-        wanted = _read_wanted(inputs, params.beam_width, self._info)
+        wanted = _read_wanted(inputs, self._info)
         is_echoed = _is_echoed(inputs, stream, self._options)
         return GenerateRequest(
             request_id=request_id,
@@ -143,7 +143,7 @@ class TensorrtLlmParser:
             priority=parameters.priority,
             timeout_s=parameters.timeout_s,
             queue_timeout_s=parameters.queue_timeout_s,
-            wants_logprobs=wanted.log_probs,
+            wants_logprobs=wanted.log_probs and params.beam_width == 1,  # a beam always has them
             wants_cumulative_logprob=wanted.log_probs,
             bad_words_token_ids=[*bad_words, *([token_id] for token_id in biases.banned)],
         )
@@ -186,7 +186,7 @@ class TensorrtLlmBlsParser:
             config=self._config,
         )
         stream = _read_stream(inputs, "stream", self._options)
-        wanted = _read_wanted(inputs, params.beam_width, self._info)
+        wanted = _read_wanted(inputs, self._info)
         return GenerateRequest(
             request_id=request_id,
             client_request_id=client_request_id,
@@ -198,7 +198,7 @@ class TensorrtLlmBlsParser:
             priority=parameters.priority,
             timeout_s=parameters.timeout_s,
             queue_timeout_s=parameters.queue_timeout_s,
-            wants_logprobs=wanted.log_probs,
+            wants_logprobs=wanted.log_probs and params.beam_width == 1,  # a beam always has them
             wants_cumulative_logprob=wanted.log_probs,
             bad_words_token_ids=[[token_id] for token_id in biases.banned],
         )
@@ -270,12 +270,9 @@ def _is_echoed(inputs: BatchedInputs, stream: bool, options: ModelOptions) -> bo
     return not stream and not (options.excludes_input if excluded is None else excluded)
 
 
-def _read_wanted(inputs: BatchedInputs, beam_width: int, info: EngineInfo) -> Wanted:
-    log_probs = inputs.boolean("return_log_probs") or False
-    if log_probs and beam_width > 1:
-        raise InvalidRequestError(f"return_log_probs is true: must be false when beam_width is over 1 ({beam_width})")
+def _read_wanted(inputs: BatchedInputs, info: EngineInfo) -> Wanted:
     return Wanted(
-        log_probs=log_probs,
+        log_probs=inputs.boolean("return_log_probs") or False,
         perf_metrics=inputs.boolean("return_perf_metrics") or False,
         num_input_tokens=inputs.boolean("return_num_input_tokens") or False,
         num_output_tokens=inputs.boolean("return_num_output_tokens") or False,

@@ -391,7 +391,6 @@ def test_a_top_p_that_decays_is_refused() -> None:
 @BOTH
 def test_what_beam_search_cannot_do_is_refused_by_name(parser: type[Any]) -> None:
     assert "temperature is 0.5" in refusal(parser, beam_width=2, temperature=0.5)
-    assert "return_log_probs is true" in refusal(parser, beam_width=2, return_log_probs=True)
     stream = "streaming" if parser is TensorrtLlmParser else "stream"
     with pytest.raises(InvalidRequestError, match="beam_width is 2: must be 1 when stream is true"):
         for_engine(generate(parser, beam_width=2, **{stream: True}))

@@ -193,6 +193,26 @@ def test_a_stop_word_is_cut_off_across_the_borders_of_tokens() -> None:
     assert engine.aborted == [request_id]
 
 
+def test_beams_have_their_log_probabilities_as_well() -> None:
+    with running_frontend(TensorrtLlmModel()) as (frontend, engine):
+        beam_width = np.array([[2]], np.int32)
+        request = token_request(beam_width=beam_width, return_log_probs=TRUE, exclude_input_in_output=TRUE)
+        frontend.accept([request])
+        asked = engine.next_request()
+        beams = [(7, -0.5, "NONE", 0), (8, -0.25, "LENGTH", 0), (9, -1.0, "LENGTH", 1)]
+        engine.step(
+            *(
+                output(asked.request_id, token_id, reason, logprob=logprob, sequence_index=index)
+                for token_id, logprob, reason, index in beams
+            )
+        )
+        request.sender.wait()
+        assert request.sender.error is None
+    assert request.sender.outputs("output_ids") == [[[[7, 8], [9, -1]]]]
+    assert request.sender.outputs("output_log_probs") == [[[[-0.5, -0.25], [-1.0, 0.0]]]]
+    assert request.sender.outputs("cum_log_probs") == [[[-0.75, -1.0]]]
+
+
 def test_stop_ends_the_running_request_of_that_id_and_is_answered() -> None:
     with running_frontend(TensorrtLlmModel()) as (frontend, engine):
         running, other = token_request(request_id="mine"), token_request(request_id="other")
