@@ -28,6 +28,7 @@ ARGUMENTS: dict[str, Any] = {
     "num_gpu_blocks_override": NUM_BLOCKS,
 }
 LONG_PROMPT = list(range(100, 140))
+NUM_GENERATED = 1 + 5 + 2 * 4 + 1 + 1 + 3  # an embedding's prefill samples one as well, but that is nobody's
 REJECTED = ("invalid_arg", "queue_full", "unavailable")
 CANCELLED = ("client", "timeout", "queue_timeout", "request_id")
 
@@ -57,6 +58,9 @@ def scrapes(metered: TritonServer) -> Scrapes:
     idle = scrape(metered)
     send_known_requests(metered)
     wait_until(lambda: num_ended(metered, OWNER) == 7 and num_ended(metered, GUEST) == 1, WAIT_S, "all counted")
+    # The other model's tokens are told by this one's process, in its own time.
+    tokens = "deepinfer_generation_tokens_total"
+    wait_until(lambda: scrape(metered).value(tokens, model=OWNER) >= NUM_GENERATED, WAIT_S, "all tokens")
     answered = scrape(metered)
     end_some_requests(metered)
     wait_until(lambda: num_ended(metered, OWNER) == 9, WAIT_S, "all counted")
@@ -169,8 +173,7 @@ def test_rejections_and_cancellations_have_their_reason(scrapes: Scrapes) -> Non
     [
         ("deepinfer_prompt_tokens_total", 3 + 20 + 10 + 40 + 40 + 10 + 5),
         ("deepinfer_cached_prompt_tokens_total", 2 * BLOCK_SIZE),
-        # An embedding's prefill samples a token that is nobody's.
-        ("deepinfer_generation_tokens_total", 1 + 5 + 2 * 4 + 1 + 1 + 3),
+        ("deepinfer_generation_tokens_total", NUM_GENERATED),
         ("deepinfer_preemptions_total", 0),
         ("deepinfer_draft_tokens_total", 0),
         ("deepinfer_accepted_draft_tokens_total", 0),
