@@ -149,7 +149,7 @@ class TensorrtLlmParser:
         )
 
     def _text(self, prompt: NDArray[np.int32]) -> str:
-        if self._tokenizer is None or not all(0 <= id_ < self._info.vocab_size for id_ in prompt):
+        if self._tokenizer is None or np.any((prompt < 0) | (prompt >= self._info.vocab_size)):
             return ""  # the input processor will tell what is wrong with the prompt
         return str(self._tokenizer.backend_tokenizer.decode(prompt.tolist(), skip_special_tokens=True))
 

@@ -321,6 +321,12 @@ def test_input_lengths_says_how_many_of_the_tokens_count() -> None:
     assert message == "input_lengths is 4: must be at most 3, those in input_ids"
 
 
+def test_a_prompt_outside_the_vocabulary_is_the_clients_mistake() -> None:
+    for token_id in (-1, VOCAB_SIZE, 2**31 - 1):
+        with pytest.raises(InvalidRequestError, match=f"input_ids has {token_id}: must be 0 to {VOCAB_SIZE - 1}"):
+            for_engine(generate(TensorrtLlmParser, input_ids=[5, token_id]))
+
+
 @BOTH
 def test_several_rows_are_refused_with_their_shape(parser: type[Any]) -> None:
     name, value = next(iter(NEEDED[parser].items()))
