@@ -19,17 +19,24 @@ POLL_INTERVAL_S = 0.02
 
 @contextmanager
 def running_server(
-    folder: Path, models: Mapping[str, Mapping[str, Any]], *, config_pbtxt: str | None = None, **options: Any
+    folder: Path,
+    models: Mapping[str, Mapping[str, Any]],
+    *,
+    config_pbtxt: str | None = None,
+    model_py: str | None = None,
+    **options: Any,
 ) -> Iterator[TritonServer]:
     """A ready server with these models (name → engine arguments); `folder` gets its repository and its log.
 
-    config_pbtxt: instead of what the launcher writes, for each model.
+    config_pbtxt, model_py: instead of what the launcher writes, for each model.
     """
     repository = folder / "models"
     write_model_repository(repository, models)
-    if config_pbtxt is not None:
-        for name in models:
+    for name in models:
+        if config_pbtxt is not None:
             (repository / name / "config.pbtxt").write_text(config_pbtxt, encoding="utf-8")
+        if model_py is not None:
+            (repository / name / "1" / "model.py").write_text(model_py, encoding="utf-8")
     http_port, grpc_port, metrics_port = free_ports(3)
     server = TritonServer(
         repository,
