@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend
 from deepinfer_backend.triton.model_config import check_instances, complete_config, place_instance
+from deepinfer_backend.triton.stub_exit import exit_quickly
 from deepinfer_backend.triton.stub_logging import set_up_logging
 
 if TYPE_CHECKING:
@@ -73,3 +74,4 @@ class TritonPythonModel:
             if self._entry is not None:
                 self._entry.remove()
         logger.info("closed")
+        exit_quickly()

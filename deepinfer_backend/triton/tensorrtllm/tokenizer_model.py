@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.errors import ConfigError, DeepInferError, EngineError, shown
+from deepinfer_backend.triton.stub_exit import exit_quickly
 from deepinfer_backend.triton.stub_logging import set_up_logging
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class TokenizerModel(ABC):
 
     def finalize(self) -> None:
         self._tokenizer.close()
+        exit_quickly()
 
     @abstractmethod
     def configure(self, parameters: Mapping[str, str]) -> None:

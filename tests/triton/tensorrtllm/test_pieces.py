@@ -38,6 +38,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """load(module, tokenizer or None, model_json={}, **parameters): an initialized model of that module."""
     monkeypatch.setattr(tokenizer_model, "set_up_logging", lambda name: None)
     monkeypatch.setattr(shutdown_signal, "end_with_server", lambda: None)
+    monkeypatch.setattr(tokenizer_model, "exit_quickly", lambda: None)
     models: list[Any] = []
 
     def load_model(module: Any, tokenizer: Any, model_json: Any = None, **parameters: str) -> Any:
