@@ -30,6 +30,8 @@ from deepinfer_backend.errors import (
 )
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.triton.model_config import DEFAULT_MODEL_NAME, write_model_repository
+from deepinfer_backend.triton.tensorrtllm.repository import MODEL_NAMES as TENSORRTLLM_MODEL_NAMES
+from deepinfer_backend.triton.tensorrtllm.repository import write_tensorrtllm_models
 
 # A name that Triton can have in an address and as a folder.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -82,6 +84,14 @@ def serve(
             "in its own files.",
         ),
     ] = None,
+    tensorrtllm: Annotated[
+        bool,
+        typer.Option(
+            "--tensorrtllm",
+            help="Also serve the five models of Triton's TensorRT-LLM backend (ensemble, tensorrt_llm_bls and others) "
+            "with the engine of the first model.",
+        ),
+    ] = False,
     http_port: Port = 8000,
     grpc_port: Port = 8001,
     metrics_port: Port = 8002,
@@ -93,7 +103,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ports = _Ports(http_port, grpc_port, metrics_port)
     if model_repository is not None:
-        given = [*(["model"] if model else []), *engine_args]
+        given = [*(["model"] if model else []), *(["tensorrtllm"] if tensorrtllm else []), *engine_args]
         model_repository = _check_model_repository(model_repository.expanduser().absolute(), given)
         _check_ports(ports)
         with _ended_by_signals():
@@ -101,6 +111,9 @@ def serve(
             _serve_repository(model_repository, ports, EngineConfig().max_engine_restarts, greeting)
         return
     models = parse_models(model or [])
+    taken = sorted(models.keys() & set(TENSORRTLLM_MODEL_NAMES)) if tensorrtllm else []
+    if taken:
+        raise ConfigError(f"model {taken[0]!r} cannot have this name beside --tensorrtllm, which has one of its own")
     # All checks and all long work come before the server, where a terminal shows their errors and their progress.
     configs = {name: EngineConfig(model=path, **engine_args) for name, path in models.items()}
     _check_ports(ports)
@@ -116,6 +129,8 @@ def serve(
     greeting = f"{', '.join(models)} ready:\n{_addresses(ports)}\n{_example(next(iter(models)), http_port)}"
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="deepinfer-models-") as folder:
         write_model_repository(Path(folder), arguments)
+        if tensorrtllm:
+            write_tensorrtllm_models(Path(folder), engine_of=next(iter(models)))
         _serve_repository(Path(folder), ports, max_restarts, greeting)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from deepinfer_backend import cli
 from deepinfer_backend.triton.tensorrtllm.repository import MODEL_NAMES, write_tensorrtllm_models
 
 CHECKED_IN = Path(__file__).parents[3] / "model_repository_tensorrtllm"
@@ -71,3 +74,45 @@ def test_pieces_of_a_stream_stay_in_order_in_models_of_others() -> None:
     assert config.dynamic_batching.preserve_ordering
     assert [group.count for group in config.instance_group] == [1]
     assert not re.search("decoupled", str(config))
+
+
+def run_serve(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["deepinfer", "serve", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_serve_adds_them_to_the_first_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served: dict[str, str] = {}
+
+    def serve(folder: Path, *_: Any) -> None:
+        served.update(files_of(folder))
+
+    monkeypatch.setattr(cli, "_serve_repository", serve)
+    monkeypatch.setattr(cli, "_check_ports", lambda ports: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "model.safetensors").touch()
+    models = [f"--model={name}={tmp_path / 'model'}" for name in ("first", "second")]
+    assert run_serve(monkeypatch, *models) == 0
+    assert {name.partition("/")[0] for name in served} == {"first", "second"}
+    served.clear()
+    assert run_serve(monkeypatch, *models, "--tensorrtllm") == 0
+    assert {name.partition("/")[0] for name in served} == {"first", "second", *MODEL_NAMES}
+    assert json.loads(served["tensorrt_llm/1/model.json"]) == {"engine_of": "first"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tensorrtllm", "--model", "ensemble=/x"], "model 'ensemble' cannot have this name beside --tensorrtllm"),
+        (["--tensorrtllm", "--model-repository", "/x"], "--tensorrtllm cannot be used with --model-repository"),
+    ],
+)
+def test_serve_refuses_what_does_not_go_with_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert run_serve(monkeypatch, *options) == 2
+    assert message in capsys.readouterr().err
