@@ -14,6 +14,7 @@ from tritonclient.grpc import model_config_pb2
 
 from deepinfer_backend import cli
 from deepinfer_backend.triton.tensorrtllm.repository import MODEL_NAMES, write_tensorrtllm_models
+from tests.support.models import make_random_model
 
 CHECKED_IN = Path(__file__).parents[3] / "model_repository_tensorrtllm"
 
@@ -92,10 +93,8 @@ def test_serve_adds_them_to_the_first_model(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(cli, "_serve_repository", serve)
     monkeypatch.setattr(cli, "_check_ports", lambda ports: None)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "model" / "model.safetensors").touch()
-    models = [f"--model={name}={tmp_path / 'model'}" for name in ("first", "second")]
+    path = make_random_model("llama", tmp_path)
+    models = [f"--model={name}={path}" for name in ("first", "second")]
     assert run_serve(monkeypatch, *models) == 0
     assert {name.partition("/")[0] for name in served} == {"first", "second"}
     served.clear()
