@@ -625,6 +625,12 @@ def test_what_cannot_be_done_is_refused_by_name(server: TritonServer, model: str
                 ask(server, model, **{name: value})
 
 
+def test_the_page_on_migrating_names_what_is_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    names = {name for tensors in REFUSED.values() for name in tensors}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_several_prompts_in_one_request_are_refused_with_their_shape(server: TritonServer, model: str) -> None:
     inputs = {"text_input": [["a"], ["b"]], "max_tokens": [[2], [2]]}
