@@ -106,6 +106,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"lora_name": ""}, "lora_name is '': must have at least 1 characters"),
     ({"lora_name": "\ud800"}, "lora_name is '\\ud800': must be valid Unicode"),
     ({"lora_name": 5}, "lora_name is 5: must be a string"),
+    ({"cache_salt": ""}, "cache_salt is '': must have at least 1 characters"),
+    ({"cache_salt": "x" * 257}, "must have at most 256 characters"),
+    ({"cache_salt": "\ud800"}, "cache_salt is '\\ud800': must be valid Unicode"),
+    ({"cache_salt": 5}, "cache_salt is 5: must be a string"),
 ]
 UNKNOWN_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 1}, "unknown field 'temprature' (did you mean 'temperature'?)"),

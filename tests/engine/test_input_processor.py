@@ -102,7 +102,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"temperature": 0},
         {"embedding": EmbeddingParams()},
-        "temperature is set: an embedding request can have only lora_name, truncate_prompt_tokens",
+        "temperature is set: an embedding request can have only cache_salt, lora_name, truncate_prompt_tokens",
     ),
     (
         {"min_tokens": 10},

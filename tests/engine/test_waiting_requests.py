@@ -273,17 +273,3 @@ def test_a_tenant_finds_his_own_prefixes_in_the_cache_and_nobody_elses(
         ]
         assert [num_cached_tokens(llm, **tenant) for tenant in tenants] == [0] * len(tenants)
         assert all(num_cached_tokens(llm, **tenant) > 0 for tenant in tenants)
-
-
-@pytest.mark.parametrize(
-    ("salt", "message"),
-    [
-        ("", "must have at least 1 characters"),
-        ("x" * 257, "must have at most 256 characters"),
-        ("\ud800", "must be valid Unicode"),
-        (5, "must be a string"),
-    ],
-)
-def test_a_salt_is_a_short_text(salt: Any, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"cache_salt is .*: {message}"):
-        SamplingParams(cache_salt=salt)

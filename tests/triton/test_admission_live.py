@@ -23,7 +23,7 @@ from tests.support.triton_server import read_metrics, running_server, wait_until
 AGING_S = 1.0
 MAX_QUEUE_SIZE = 4
 REFUSAL_LIMIT_S = 0.1
-SLACK_S = 1.0  # of deadlines, on a busy machine
+SLACK_S = 3.0  # of deadlines, on a busy machine
 LONG: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
 
 
@@ -111,23 +111,23 @@ def test_a_timeout_ends_the_whole_request_and_its_client_keeps_what_was_streamed
             tensor("stream", True),
             tensor("sampling_parameters", '{"max_tokens": 1500, "ignore_eos": true}'),
         ]
-        client.async_stream_infer("deepinfer", inputs, timeout=700_000)
+        client.async_stream_infer("deepinfer", inputs, timeout=2_500_000)
         error, tokens = None, 0
         while error is None:
             result, error = events.get(timeout=30)
             tokens += 0 if result is None else len(result.as_numpy("token_ids"))
-        assert 0.7 <= time.monotonic() - started_s < 0.7 + SLACK_S
-        assert "CANCELLED: timeout of 0.7 s passed before the answer" in str(error)
+        assert 2.5 <= time.monotonic() - started_s < 2.5 + SLACK_S
+        assert "CANCELLED: timeout of 2.5 s passed before the answer" in str(error)
         assert (tokens > 0) == (not is_queued)
         client.stop_stream()
         client.close()
         if is_queued:
-            status, answer = http_generate(narrow, text_input="One", timeout=500_000, **LONG)
+            status, answer = http_generate(narrow, text_input="One", timeout=2_500_000, **LONG)
             assert status in (400, 503)
         else:
-            first, *_, answer = http_stream(narrow, text_input="One", stream=True, timeout=500_000, **LONG)
+            first, *_, answer = http_stream(narrow, text_input="One", stream=True, timeout=2_500_000, **LONG)
             assert "text_output" in first
-        assert "CANCELLED: timeout of 0.5 s passed before the answer" in answer["error"]
+        assert "CANCELLED: timeout of 2.5 s passed before the answer" in answer["error"]
 
 
 def tensor(name: str, value: str | bool) -> Any:
