@@ -282,15 +282,17 @@ def test_cancel_by_id_ends_all_requests_of_that_id_wherever_they_are_and_nobody_
 def test_cancel_by_id_reaches_a_request_whose_prompt_waits_to_be_tokenized(
     frontend: Frontend, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on = threading.Event()
+    may_go_on, entered = threading.Event(), threading.Event()
     process = frontend._input_processor.process
 
     def slow_process(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
         assert may_go_on.wait(10)
         return process(*args, **kwargs)
 
     monkeypatch.setattr(frontend._input_processor, "process", slow_process)
     requests = [send(frontend, request_id="x") for _ in range(2)]
+    assert entered.wait(10)
     cancel_by_id(frontend, "x").sender.wait()
     for request in requests:
         assert_failed(request, TritonError.CANCELLED)
