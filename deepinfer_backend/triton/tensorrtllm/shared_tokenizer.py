@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deepinfer_backend.engine.engine_info_file import read_engine_info
+from deepinfer_backend.engine.engine_link import follow
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import ConfigError, DeepInferError, UnavailableError, UnsupportedModelError, shown
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
@@ -86,9 +87,9 @@ class EngineTokenizer:
     When another engine takes that one's place, with another model, its tokenizer is loaded.
     """
 
-    def __init__(self, folder: Path, owner: str) -> None:
-        """`owner`: for messages, the name of the model whose engine is at `folder`."""
-        self._folder = folder
+    def __init__(self, link: Path, owner: str) -> None:
+        """`link` leads to the engine's folder; `owner`: for messages, the name of the model whose engine it is."""
+        self._link = link
         self._owner = owner
         self._lock = threading.Lock()  # guards _loaded and _info; held while a tokenizer is loaded
         self._loaded: LoadedTokenizer | None = None
@@ -100,7 +101,8 @@ class EngineTokenizer:
     def get(self) -> LoadedTokenizer:
         """Waits for one that is being loaded, never for the engine."""
         with self._lock:
-            info = read_engine_info(self._folder)
+            folder = follow(self._link)
+            info = None if folder is None else read_engine_info(folder)
             # An engine that is being restarted has the same tokenizer as before.
             if info is not None and info != self._info:
                 self._loaded = self._load(info)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from deepinfer_backend.errors import ConfigError, DeepInferError, EngineError, shown
+from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend
 from deepinfer_backend.triton.stub_exit import exit_quickly
 from deepinfer_backend.triton.stub_logging import set_up_logging
 
@@ -32,6 +33,7 @@ class TokenizerModel(ABC):
     """
 
     _tokenizer: TokenizerSource
+    _entry: FrontendEntry | None
 
     def initialize(self, args: dict[str, str]) -> None:
         """Raises DeepInferError: a parameter of config.pbtxt or model.json is wrong."""
@@ -47,12 +49,15 @@ class TokenizerModel(ABC):
         model_json = Path(args["model_repository"], args["model_version"], "model.json")
         arguments = read_json_object(model_json) if model_json.exists() else {}
         self._tokenizer = find_tokenizer(parameters.get("tokenizer_dir", ""), arguments)
+        self._entry = register_frontend(args["model_name"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
         self._tokenizer.close()
+        if self._entry is not None:
+            self._entry.remove()
         exit_quickly()
 
     @abstractmethod

@@ -21,6 +21,7 @@ from tests.support.tokenizers import bundled_tokenizer, sentencepiece_like_token
 from tests.support.triton_server import wait_until
 
 from deepinfer_backend.triton import shutdown_signal  # isort: skip (after fake_triton)
+from deepinfer_backend.triton.frontend_registry import FRONTENDS_FOLDER_VARIABLE, find_dead_frontends  # isort: skip
 from deepinfer_backend.triton.tensorrtllm import postprocessing, preprocessing, tokenizer_model  # isort: skip
 from deepinfer_backend.triton.tensorrtllm.shared_tokenizer import EngineTokenizer  # isort: skip
 from deepinfer_backend.triton.tensorrtllm.tensors import PREPROCESSING  # isort: skip
@@ -324,6 +325,20 @@ def test_a_wrong_configuration_does_not_load(load: Load, module: Any, parameters
         load(module, None, **parameters)
 
 
+def test_the_launcher_can_tell_when_its_process_dies(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 2.51 starts no such process again: each request would be refused until the server is restarted."""
+    folder = tmp_path / "frontends"
+    folder.mkdir()
+    monkeypatch.setenv(FRONTENDS_FOLDER_VARIABLE, str(folder))
+    model = load(preprocessing, byte_tokenizer())
+    assert [path.read_text() for path in folder.iterdir()] == ["piece"]
+    assert find_dead_frontends(folder) == []
+    model.finalize()
+    assert list(folder.iterdir()) == []
+
+
 def engine_info(tokenizer: Any, folder: Path, **config: Any) -> EngineInfo:
     tokenizer.save_pretrained(folder)
     return EngineInfo(
@@ -341,7 +356,7 @@ def engine_info(tokenizer: Any, folder: Path, **config: Any) -> EngineInfo:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[EngineTokenizer]:
-    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine").mkdir(mode=0o700)
     source = EngineTokenizer(tmp_path / "engine", "owner")
     yield source
     source.close()
@@ -397,7 +412,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     from deepinfer_backend.triton import engine_folder
 
-    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine").mkdir(mode=0o700)
     monkeypatch.setattr(engine_folder, "engine_folder", lambda name: tmp_path / "engine")
     model = load(preprocessing, None, {"engine_of": "owner"})
     assert error_of(model, query("a")).code == TritonError.UNAVAILABLE
