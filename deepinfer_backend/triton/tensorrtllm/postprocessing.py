@@ -7,7 +7,7 @@ where a character does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 
 from deepinfer_backend.errors import InvalidRequestError
 from deepinfer_backend.triton.tensorrtllm.tokenizer_model import TokenizerModel, read_bool
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -32,20 +29,23 @@ class TritonPythonModel(TokenizerModel):
 
     def build_tensors(self, tensors: Mapping[str, Any]) -> list[Any]:
         sequences = read_sequences(tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"])
-        tokenizer = self._tokenizer.get().tokenizer.backend_tokenizer
+        tokenizer = self._tokenizer.get().tokenizer
         texts = [decode_piece(tokenizer, token_ids, self._skip_special_tokens) for token_ids in sequences]
         return [pb_utils.Tensor("OUTPUT", np.array([text.encode("utf-8") for text in texts], dtype=np.object_))]
 
 
-def decode_piece(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+def decode_piece(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     """The text of tokens from the middle of a text: a space before the first of them stays.
 
+    tokenizer: a transformers one. With its token for the beginning in front they are from there: such a space goes.
     An incomplete character at the end is left out.
     """
+    backend = tokenizer.backend_tokenizer
+    is_beginning = len(token_ids) > 0 and token_ids[0] == tokenizer.bos_token_id
     # Many decoders drop the space before the first word of a text; after this one nothing is first.
-    before = tokenizer.encode("a", add_special_tokens=False).ids
-    told = tokenizer.decode(before, skip_special_tokens=skip_special_tokens)
-    text = tokenizer.decode([*before, *token_ids], skip_special_tokens=skip_special_tokens)
+    before = [] if is_beginning else backend.encode("a", add_special_tokens=False).ids
+    told = backend.decode(before, skip_special_tokens=skip_special_tokens)
+    text = backend.decode([*before, *token_ids], skip_special_tokens=skip_special_tokens)
     return str(text).removeprefix(told).rstrip(_REPLACEMENT)
 
 

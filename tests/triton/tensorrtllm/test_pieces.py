@@ -257,6 +257,9 @@ def test_a_space_in_front_of_a_piece_stays(load: Load) -> None:
     [sea] = tokenizer("sea", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode([sea]) == "sea"
     assert decoded(model, tokens([sea])) == [" sea"]
+    prompt = tokenizer("sea is")["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert decoded(model, tokens(prompt)) == ["sea is"]  # a whole text, from its beginning
 
 
 @pytest.mark.parametrize(("parameter", "expected"), [("true", ""), ("false", "</s>"), ("${skip_special_tokens}", "")])
