@@ -256,9 +256,7 @@ class Crowd:
             session.post(self._address + "generate_stream", json=body) as response,
         ):
             lines = (await response.text()).splitlines()
-        if response.status != 200:
-            return [json.loads(lines[0])]
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line]
 
     # ---- what the answers must be ----
 
