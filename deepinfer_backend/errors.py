@@ -80,6 +80,11 @@ def step_failed_error(request_id: str) -> EngineError:
     return EngineError(f"request {request_id}: a step of the engine failed; its log has the traceback")
 
 
+def not_taken_in_error(request_id: str) -> EngineError:
+    """For a request that failed on its way into the engine's queue."""
+    return EngineError(f"request {request_id}: cannot be taken in; the engine's log has the traceback")
+
+
 def shown(value: Any) -> str:
     """`value` as a message may show it: one line, escaped, cut to 80 characters."""
     text = repr(value)

@@ -41,7 +41,7 @@ from deepinfer_backend.engine.messages import (
     request_failed,
 )
 from deepinfer_backend.engine.stats import StatsLine
-from deepinfer_backend.errors import DeepInferError, EngineError
+from deepinfer_backend.errors import DeepInferError, not_taken_in_error
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.worker import NO_HANDLES
 
@@ -133,8 +133,7 @@ class EngineLoop:
         except Exception:
             logger.exception("request %s: cannot be taken in", request.request_id)
             self._engine.abort_request([request.request_id])
-            shown_error = f"request {request.request_id}: cannot be taken in; the engine's log has the traceback"
-            self._report([request_failed(request, EngineError(shown_error))], NO_HANDLES)
+            self._report([request_failed(request, not_taken_in_error(request.request_id))], NO_HANDLES)
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
         """To each client what is its own, and to the owner how things stand in any case."""

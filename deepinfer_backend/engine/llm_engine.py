@@ -28,7 +28,7 @@ from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineS
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
-from deepinfer_backend.errors import EngineDeadError, InvalidRequestError, shown_ids
+from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
 from deepinfer_backend.models.adapter_cache import AdapterCache
 from deepinfer_backend.models.loader import (
     load_generation_config,
@@ -227,7 +227,10 @@ class LLMEngine:
         """
         if len(self._waiting):
             may_sleep = not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step()
-            self._failures += self._waiting.admit_ready(may_sleep=may_sleep)
+            failures = self._waiting.admit_ready(may_sleep=may_sleep)
+            # Where the fault is ours, a part of it may be in the scheduler; one that was refused may bear another's id.
+            self.abort_request([failure.request_id for failure in failures if failure.word == EngineError.word])
+            self._failures += failures
         self._end_expired()
         with self.timers.record("step"):
             with self.timers.record("schedule"):

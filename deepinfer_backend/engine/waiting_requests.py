@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
 from deepinfer_backend.engine.messages import EngineRequest, RequestFailed, request_failed
-from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError
+from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError, not_taken_in_error
 from deepinfer_backend.models.adapter_cache import AdapterCache
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class WaitingRequests:
                 self.abort(request.request_id)
 
     def admit_ready(self, *, may_sleep: bool) -> list[RequestFailed]:
-        """Gives the scheduler what need not wait any more; what cannot go on comes back.
+        """Gives the scheduler what need not wait any more; what cannot go on comes back: the scheduler may have it.
 
         may_sleep: there is nothing else to do, so that a grammar may be waited for, a little.
         """
@@ -113,13 +113,13 @@ class WaitingRequests:
                     if isinstance(compiled, DeepInferError):
                         raise compiled
                     self._add_with_grammar(request, Grammar(compiled))
-                except DeepInferError as error:
+                except Exception as error:
                     failures.append(_fail(request, error))
         while (first := self._first_for_place()) is not None:
             try:
                 if not self._try_to_admit(first.request, first.grammar):
                     break
-            except DeepInferError as error:
+            except Exception as error:
                 failures.append(_fail(first.request, error))
             self.abort(first.request.request_id)
         return failures
@@ -164,7 +164,11 @@ class WaitingRequests:
         return self._order[0] if self._order else None
 
 
-def _fail(request: EngineRequest, error: DeepInferError) -> RequestFailed:
+def _fail(request: EngineRequest, error: Exception) -> RequestFailed:
+    """To be called while the error is handled."""
+    if not isinstance(error, DeepInferError):
+        logger.exception("request %s: cannot be taken in", request.request_id)
+        return request_failed(request, not_taken_in_error(request.request_id))
     if isinstance(error, EngineError):
         logger.error("request %s: %s", request.request_id, error)
     return request_failed(request, error)

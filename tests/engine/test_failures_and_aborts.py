@@ -159,7 +159,7 @@ def broken_host(driver: EngineDriver, part: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
-@pytest.mark.parametrize("kind", ["edited sequences", "beams", "edited beams", "prompt logprobs", "embedding"])
+@pytest.mark.parametrize("kind", ["edited sequences", "edited beams", "prompt logprobs", "embedding"])
 @pytest.mark.parametrize("part", ["forward", "plan", "after_step"])
 def test_what_fails_on_the_host_around_a_step_fails_its_requests_and_the_engine_goes_on(
     model_args: dict[str, Any], part: str, kind: str, zero_overhead_scheduling: bool
@@ -167,7 +167,7 @@ def test_what_fails_on_the_host_around_a_step_fails_its_requests_and_the_engine_
     with EngineDriver(**model_args, **ENGINE_ARGS, zero_overhead_scheduling=zero_overhead_scheduling) as driver:
         expected = driver.run(bystanders())
         num_failed = 0
-        for num_rounds in range(NUM_MOMENTS):
+        for num_rounds in range(0, NUM_MOMENTS, 2):
             driver.add(request_of(kind, "failed"))
             for _ in range(num_rounds):
                 driver.round()
@@ -185,6 +185,26 @@ def test_what_fails_on_the_host_around_a_step_fails_its_requests_and_the_engine_
                 assert_same_answer(driver.answer(request.request_id), answer)
             driver.check_nothing_is_left()
         assert num_failed >= 1
+        check_adapter_is_not_in_use(driver)
+
+
+def test_a_request_that_cannot_be_admitted_when_its_turn_comes_fails_alone(model_args: dict[str, Any]) -> None:
+    """It waited for its adapter's place, and half of what it needs is there when something goes wrong."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with EngineDriver(**model_args, **ENGINE_ARGS) as driver:
+        (expected,) = driver.run([request_of("edited beams", "alone")])
+        driver.add(request_of("edited beams", "first"))
+        driver.round()
+        driver.add(engine_request([5, 6], request_id="waits", lora_name="other", max_tokens=2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver.engine._tracked._prompt_logprobs, "add", fail)
+            driver.drain()
+        assert str(driver.answer("waits")).startswith("INTERNAL: request waits: cannot be taken in")
+        assert_same_answer(driver.answer("first"), expected)
+        driver.check_nothing_is_left()
         check_adapter_is_not_in_use(driver)
 
 
