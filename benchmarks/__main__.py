@@ -22,7 +22,7 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.models.loader import resolve_model
 from tests.support.triton_server import running_server
 
-_PROMPTS_PER_STREAM = 4
+_PROMPTS_PER_STREAM = 2
 
 
 def main(
@@ -45,8 +45,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder), {"deepinfer": engine_args}) as server:
         url = f"localhost:{server.grpc_port}"
         offline = OfflineEngine(EngineConfig(**engine_args))
-        for streams in concurrency or [1, 8, 32]:
-            work = prompts(offline.vocab_size, min(NUM_PROMPTS, streams * _PROMPTS_PER_STREAM))
+        for streams in concurrency or [1, 8, 32, 64]:
+            work = prompts(offline.vocab_size, max(streams, min(NUM_PROMPTS, streams * _PROMPTS_PER_STREAM)))
             runs: tuple[list[Figures], list[Figures]] = ([], [])
             offline.run(work[:streams], streams)
             for _ in range(num_runs):
