@@ -1,7 +1,7 @@
 """The same closed loop through a real tritonserver: gRPC streams from one asyncio client.
 
-The client shares the machine with the server, so it does as little as it can: answers are read as bytes, and counted when
-the clock has stopped.
+The client shares the machine with the server, so it does as little as it can: answers are read as bytes, and counted
+when the clock has stopped.
 """
 
 from __future__ import annotations
