@@ -13,8 +13,9 @@ from deepinfer_backend.sampling_params import SamplingParams
 
 def check_limits(params: SamplingParams, info: EngineInfo, config: EngineConfig) -> None:
     """Raises InvalidRequestError with the field, its value, the limit, and the name of the limit where it has one."""
-    _check_number("n", params.n, "max_n", config)
+    # First, since a client that asks for beams alone gets all of them: n is as many then.
     _check_number("beam_width", params.beam_width, "max_beam_width", config)
+    _check_number("n", params.n, "max_n", config)
     _check_number("logprobs", params.logprobs, "max_logprobs", config)
     _check_number("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
     _check_entries("logit_bias", len(params.logit_bias), "max_logit_bias_entries", config)

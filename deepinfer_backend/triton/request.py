@@ -137,7 +137,7 @@ def _read_cancelled_id(request: Any, tensors: InputTensors) -> str:
 def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, EmbeddingParams | None]:
     given = [name for name in _PROMPT_INPUTS if name in tensors]
     if len(given) != 1:
-        found = {0: "neither", 2: "both"}.get(len(given), " and ".join(given))
+        found = " and ".join(given) or "none"
         names = f"{', '.join(_PROMPT_INPUTS[:-1])} and {_PROMPT_INPUTS[-1]}"
         raise InvalidRequestError(f"a request needs exactly one of {names}: got {found}")
     (name,) = given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_REFUSALS_PER_SECOND = 20
 """Lines about requests that ended without a token through no fault of ours, of each kind; the rest are counted."""
 
+_QUOTED = re.compile(r"'.*'|\".*\"", re.DOTALL)
 _MAX_PROMPT_CHARS = 200
 _MAX_PROMPT_TOKENS = 50
 _MAX_PARAMS_CHARS = 1000
@@ -34,7 +36,7 @@ class RequestLog:
     """Writes to the log. Any thread may call any method.
 
     What a client wrote is in it only with `shows_content`: the messages of INVALID_ARG quote it, so that these errors
-    stand here without their message; their clients have it.
+    stand here with field and limit, but without the value; their clients have it.
     """
 
     def __init__(self, shows_content: bool) -> None:
@@ -105,12 +107,20 @@ class RequestLog:
         if error is None:
             return ",".join(request.finish_reasons) or "cancelled others, as it asked"
         if isinstance(error, InvalidRequestError) and not self._shows_content:
-            return _kind(error)
+            return f"{_kind(error)}: {_without_value(error.message)}"
         return f"{_kind(error)}: {error.message}"
 
 
 def _kind(error: DeepInferError) -> str:
     return error.word if error.reason == error.word.lower() else f"{error.word} ({error.reason})"
+
+
+def _without_value(message: str) -> str:
+    """ "top_p is 0: must be …" → "top_p: must be …"; of a message of another form only what quotes nothing."""
+    field, is_, rest = message.partition(" is ")
+    if not is_ or " " in field:
+        return _QUOTED.sub("…", message)
+    return f"{field}: must {rest.rpartition(': must ')[2]}" if ": must " in rest else field
 
 
 def _level(error: DeepInferError | None) -> int:

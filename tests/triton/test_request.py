@@ -138,8 +138,8 @@ def test_an_additional_output_must_be_asked_for(asked: dict[str, Any], expected:
 HELLO = json.dumps([{"role": "user", "content": "hi"}])
 
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no input": ({}, "exactly one of text_input, input_ids, messages and embedding_request: got neither"),
-    "both inputs": ({"text_input": "x", "input_ids": [1]}, "got both"),
+    "no input": ({}, "exactly one of text_input, input_ids, messages and embedding_request: got none"),
+    "both inputs": ({"text_input": "x", "input_ids": [1]}, "got text_input and input_ids"),
     "three inputs": (
         {"text_input": "x", "messages": HELLO, "embedding_request": "{}"},
         "got text_input and messages and embedding_request",

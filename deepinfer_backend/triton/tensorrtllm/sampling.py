@@ -113,6 +113,8 @@ def _read_choice(inputs: BatchedInputs, names: SamplingNames, beam_width: int) -
     )
     if temperature is None:
         temperature = _DEFAULT_TEMPERATURE
+    if not temperature >= 0.0:
+        raise InvalidRequestError(f"temperature is {temperature}: must be at least 0")
     if beam_width > 1 and temperature not in (0.0, _DEFAULT_TEMPERATURE):
         raise InvalidRequestError(
             f"temperature is {temperature}: must be {_DEFAULT_TEMPERATURE} (or left out) when beam_width is over 1"
