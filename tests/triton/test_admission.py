@@ -439,7 +439,7 @@ def test_each_request_that_ended_has_one_line_with_its_id_word_and_reason(
             request.sender.wait()
     for client_id, level, ending in (
         ("good", "INFO", r"length; 1 prompt tokens \(0 cached\), 2 output tokens; queued .* s, total \d+\.\d{3} s"),
-        ("bad", "INFO", r"INVALID_ARG: a request needs exactly one of .*: got text_input and input_ids; 0 prompt tokens"),
+        ("bad", "INFO", r"INVALID_ARG: a request needs exactly one of .*: got text_input and input_ids; 0 "),
         ("worse", "INFO", r"INVALID_ARG: seed: must be an integer; 0 prompt tokens"),
         ("gone", "INFO", r"CANCELLED \(client\): the client cancelled or left; "),
         ("slow", "INFO", r"CANCELLED \(timeout\): timeout of 0.05 s passed before the answer; "),
