@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,10 +71,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 def read_metrics(server: TritonServer, model: str = "deepinfer") -> dict[str, float]:
-    """Metric name → value, of `model`; a histogram's buckets are left out."""
+    """Metric name → value, of `model`; a histogram's buckets are left out. 0 until it is there."""
     with urllib.request.urlopen(f"http://localhost:{server.metrics_port}/metrics", timeout=5) as response:
         lines = response.read().decode().splitlines()
-    values = {}
+    values: defaultdict[str, float] = defaultdict(float)
     for line in lines:
         name, brace, rest = line.partition("{")
         if brace and f'model="{model}"' in rest and not name.endswith("_bucket"):

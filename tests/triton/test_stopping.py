@@ -75,7 +75,7 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
 
     def keep_asking() -> None:
         while loaded.wait(180) and not stop.is_set():
-            request = GrpcRequest(explicit, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
+            request = GrpcRequest(explicit, text_input="Go on:", sampling_parameters={"max_tokens": 4}, stream=True)
             outcomes.append(request.result(timeout_s=60))
 
     clients = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
@@ -104,13 +104,13 @@ def test_unload_and_load_ten_times_under_traffic(explicit: TritonServer) -> None
 
 
 def test_an_unload_gives_running_requests_the_drain_time(tmp_path: Path) -> None:
-    drain_timeout_s, noticed_s = 3.0, 1.5
+    drain_timeout_s, noticed_s = 4.0, 1.5
     with running_server(
         tmp_path, {"deepinfer": ARGUMENTS}, explicit_model_control=True, drain_timeout_s=drain_timeout_s
     ) as server:
         long = start_streams(server, 2)
         over_http = HttpStream(server)
-        short = GrpcRequest(server, text_input="Go on:", sampling_parameters={"max_tokens": 8}, stream=True)
+        short = GrpcRequest(server, text_input="Go on:", sampling_parameters={"max_tokens": 4}, stream=True)
         short.wait_first()
         unloaded_s = time.monotonic()
         assert http_post(server, "/v2/repository/models/deepinfer/unload", b"{}")[0] == 200
