@@ -75,6 +75,11 @@ _MAX_SHOWN_CHARS = 80
 _MAX_SHOWN_IDS = 64
 
 
+def request_failed_error(request_id: str) -> EngineError:
+    """What the client of a request is told when the frontend itself is at fault."""
+    return EngineError(f"request {request_id} failed; the server's log says why")
+
+
 def step_failed_error(request_id: str) -> EngineError:
     """For a request of a step that failed; under its id the log has the traceback."""
     return EngineError(f"request {request_id}: a step of the engine failed; its log has the traceback")

@@ -24,6 +24,11 @@ _MAX_CHARS_PER_TOKEN = 64
 _EMBEDDING_FIELDS = frozenset({"cache_salt", "lora_name", "truncate_prompt_tokens"})
 
 
+def max_prompt_chars(info: EngineInfo) -> int:
+    """No longer text can be a prompt of the engine's model."""
+    return info.max_model_len * _MAX_CHARS_PER_TOKEN
+
+
 class InputProcessor:
     """Turns what a client sent into an EngineRequest. May be used from any thread.
 
@@ -78,19 +83,15 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self._tokenize(prompt)
         if isinstance(prompt, Chat):
-            return np.asarray(prompt.tokenize(self._tokenizer, self._max_chars), dtype=np.int32)
+            return np.asarray(prompt.tokenize(self._tokenizer, max_prompt_chars(self._info)), dtype=np.int32)
         return self._check_token_ids(prompt)
-
-    @property
-    def _max_chars(self) -> int:
-        return self._info.max_model_len * _MAX_CHARS_PER_TOKEN
 
     def _tokenize(self, prompt: str) -> NDArray[np.int32]:
         if self._tokenizer is None:
             raise InvalidRequestError("text_input: this model has no tokenizer; send input_ids")
         if not prompt:
             raise InvalidRequestError("text_input is empty: must have at least 1 character")
-        check_text("text_input", prompt, self._max_chars)
+        check_text("text_input", prompt, max_prompt_chars(self._info))
         return np.asarray(self._tokenizer(prompt)["input_ids"], dtype=np.int32)
 
     def _check_token_ids(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int32]:

@@ -7,6 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
+ENGINE_OF = "engine_of"
+"""The one key of a model.json whose model shares the engine of another one, which it names."""
+
 
 def engine_folder(model_name: str) -> Path:
     """Leads to the folder of a model's engine that is ready, and of what is known of it: see `engine_link`.

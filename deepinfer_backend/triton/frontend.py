@@ -22,7 +22,7 @@ from deepinfer_backend.engine.input_processor import InputProcessor
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.engine.queue_deadlines import queue_timeout_error
-from deepinfer_backend.errors import DeepInferError, EngineError, UnavailableError
+from deepinfer_backend.errors import DeepInferError, UnavailableError, request_failed_error
 from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
 from deepinfer_backend.triton.generate_request import CANCEL_INPUTS, CancelRequest, GenerateRequest, WireInterface
 from deepinfer_backend.triton.metrics import ModelMetrics
@@ -153,7 +153,7 @@ class Frontend:
             request_id = request_id or new_request_id("", self._model_name)  # its own cannot be read
             if not isinstance(error, DeepInferError):
                 logger.exception("request %s: cannot be read", request_id)
-                error = _internal_error(request_id)
+                error = request_failed_error(request_id)
             self._refuse(request_id, sender, trace_context, error)
         else:
             if isinstance(parsed, CancelRequest):
@@ -196,7 +196,7 @@ class Frontend:
                 self._responder.fail(request.request_id, error)
             except Exception:
                 logger.exception("request %s: cannot be processed", request.request_id)
-                self._responder.fail(request.request_id, _internal_error(request.request_id))
+                self._responder.fail(request.request_id, request_failed_error(request.request_id))
 
     def _process_input(self, request: GenerateRequest, arrival_s: float) -> None:
         if not self._responder.is_open(request.request_id):
@@ -234,7 +234,3 @@ class Frontend:
 
     def _on_draining(self) -> None:
         self._is_draining = True
-
-
-def _internal_error(request_id: str) -> EngineError:
-    return EngineError(f"request {request_id} failed; the server's log says why")

@@ -17,10 +17,10 @@ from deepinfer_backend.engine.messages import EngineRequest, RequestResult
 from deepinfer_backend.engine.output_processor import ProcessedOutputs
 from deepinfer_backend.errors import (
     DeepInferError,
-    EngineError,
     InvalidRequestError,
     RequestCancelledError,
     UnavailableError,
+    request_failed_error,
     shown,
 )
 from deepinfer_backend.outputs import TextDelta
@@ -300,4 +300,4 @@ class Responder:
             self._end_with_error(request_id, error)
         except Exception:
             logger.exception("request %s: cannot be answered", request_id)
-            self._end_with_error(request_id, EngineError(f"request {request_id} failed; the server's log says why"))
+            self._end_with_error(request_id, request_failed_error(request_id))

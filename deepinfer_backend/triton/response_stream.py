@@ -84,11 +84,6 @@ class ResponseStream:
         """Whether it is a request's that could be read: it waits for its answer."""
         return self._request is not None
 
-    @property
-    def has_started(self) -> bool:
-        """Whether anything of its answer has come."""
-        return bool(self._progress)
-
     def summary(self, error: DeepInferError | None) -> RequestSummary:
         """How it went until now, when it ends."""
         sequences = [self._progress[index] for index in sorted(self._progress)]

@@ -19,16 +19,13 @@ from deepinfer_backend.engine.engine_process import AttachedEngineClient, ChildE
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import ConfigError, shown
 from deepinfer_backend.models.loader import load_tokenizer
-from deepinfer_backend.triton.engine_folder import engine_folder
+from deepinfer_backend.triton.engine_folder import ENGINE_OF, engine_folder
 from deepinfer_backend.triton.frontend import Frontend
 from deepinfer_backend.triton.generate_request import WireInterface
 from deepinfer_backend.triton.request import native_interface
 from deepinfer_backend.triton.shutdown_signal import end_with_server
 
 logger = logging.getLogger(__name__)
-
-ENGINE_OF = "engine_of"
-"""The one key of a model.json whose model shares the engine of another one, which it names."""
 
 _ATTACH_TIMEOUT_S = 3600.0  # loading the largest models takes most of it
 _TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"

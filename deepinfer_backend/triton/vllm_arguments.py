@@ -15,6 +15,7 @@ from typing import Any
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import ConfigError, nearest_name, shown
+from deepinfer_backend.triton.engine_folder import ENGINE_OF
 from deepinfer_backend.triton.model_config import read_engine_arguments, read_json_object
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,6 @@ WITHOUT_EFFECT = frozenset(
 """Accepted whatever they say: they have no meaning here, or only one that no answer depends on."""
 
 _DISABLE_LOG_STATS = "disable_log_stats"
-_ENGINE_OF = "engine_of"
 _ENABLE_LORA = "enable_lora"
 _MAX_CPU_LORAS = "max_cpu_loras"
 _TRANSLATED = (_DISABLE_LOG_STATS, _ENABLE_LORA, _MAX_CPU_LORAS)
@@ -217,7 +217,7 @@ def load_engine_arguments(version_folder: Path) -> dict[str, Any]:
         ConfigError: a file is not what it must be, or asks for something that we cannot do; the message names it.
     """
     arguments = read_engine_arguments(version_folder)
-    if _ENGINE_OF in arguments:
+    if ENGINE_OF in arguments:
         return arguments  # of another model, whose model.json says the rest
     adapters: dict[str, str] = {}
     if _is_true(_ENABLE_LORA, arguments):

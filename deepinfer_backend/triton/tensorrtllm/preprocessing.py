@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from deepinfer_backend.errors import ConfigError, InvalidRequestError, shown
+from deepinfer_backend.triton.input_tensors import decode_text
 from deepinfer_backend.triton.tensorrtllm.tokenizer_model import TokenizerModel, read_bool
 
 # Input → what it would need.
@@ -101,7 +102,7 @@ def word_lists(
     if words is None:
         return np.empty((num_rows, 2, 0), dtype=np.int32)
     rows = [
-        [token_ids for value in row if (token_ids := encode(_decode(name, value)))]
+        [token_ids for value in row if (token_ids := encode(decode_text(name, value)))]
         for row in words.reshape(num_rows, -1).tolist()
     ]
     flat_rows = [[token_id for token_ids in row for token_id in token_ids] for row in rows]
@@ -139,7 +140,7 @@ def embedding_bias(
         words.reshape(num_rows, -1).tolist(), weights.reshape(num_rows, -1), biases, strict=True
     ):
         for word, weight in zip(row_words, row_weights, strict=True):
-            for token_id in encode(_decode("EMBEDDING_BIAS_WORDS", word)):
+            for token_id in encode(decode_text("EMBEDDING_BIAS_WORDS", word)):
                 if token_id < vocab_size:  # the model has no logit of others
                     bias[token_id] += weight
     return biases
@@ -148,17 +149,7 @@ def embedding_bias(
 def _read_prompts(name: str, queries: NDArray[Any]) -> list[str]:
     if queries.ndim != 2 or queries.shape[1] != 1:
         raise InvalidRequestError(f"{name} has shape {list(queries.shape)}: must be [number of prompts, 1]")
-    return [_decode(name, value) for (value,) in queries.tolist()]
-
-
-def _decode(name: str, value: Any) -> str:
-    data = value if isinstance(value, bytes) else str(value).encode("utf-8", errors="surrogatepass")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{name} is not valid UTF-8: byte {shown(data[error.start : error.start + 1])} at {error.start}"
-        ) from None
+    return [decode_text(name, value) for (value,) in queries.tolist()]
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[np.int32]:

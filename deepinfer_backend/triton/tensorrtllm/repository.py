@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from deepinfer_backend.triton.engine_folder import ENGINE_OF
 from deepinfer_backend.triton.model_config import TensorSpec
 from deepinfer_backend.triton.tensorrtllm.tensors import (
     ENSEMBLE,
@@ -72,7 +73,7 @@ def write_tensorrtllm_models(folder: Path, engine_of: str) -> None:
         (folder / name / "config.pbtxt").write_text(config, encoding="utf-8")
         if name in _CLASSES:
             (version_folder / "model.py").write_text(_model_py(*_CLASSES[name]), encoding="utf-8")
-            (version_folder / "model.json").write_text(json.dumps({"engine_of": engine_of}) + "\n", encoding="utf-8")
+            (version_folder / "model.json").write_text(json.dumps({ENGINE_OF: engine_of}) + "\n", encoding="utf-8")
         else:
             # Triton wants a version's folder of an ensemble as well, and git does not keep an empty one.
             (version_folder / ".gitkeep").touch()

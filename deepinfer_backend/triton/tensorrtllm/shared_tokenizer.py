@@ -12,17 +12,16 @@ from typing import Any, Protocol
 
 from deepinfer_backend.engine.engine_info_file import read_engine_info
 from deepinfer_backend.engine.engine_link import follow
+from deepinfer_backend.engine.input_processor import max_prompt_chars
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import ConfigError, DeepInferError, UnavailableError, UnsupportedModelError, shown
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
+from deepinfer_backend.triton.engine_folder import ENGINE_OF, engine_folder
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_OF = "engine_of"
 _LOOK_INTERVAL_S = 0.2
 _TOKENIZER_LIBRARY = "transformers.models.auto.tokenization_auto"
-# No vocabulary has tokens this long on average: longer text cannot fit and is refused before it is tokenized.
-_MAX_CHARS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,12 @@ def find_tokenizer(tokenizer_dir: str, arguments: Mapping[str, Any]) -> Tokenize
     """
     if tokenizer_dir:
         return FolderTokenizer(tokenizer_dir)
-    owner = arguments.get(_ENGINE_OF)
+    owner = arguments.get(ENGINE_OF)
     if not isinstance(owner, str) or not owner:
         raise ConfigError(
-            f"{_ENGINE_OF} in model.json is {shown(owner)}: must be the name of the model whose tokenizer this is "
+            f"{ENGINE_OF} in model.json is {shown(owner)}: must be the name of the model whose tokenizer this is "
             "(or config.pbtxt must have tokenizer_dir)"
         )
-    from deepinfer_backend.triton.engine_folder import engine_folder
-
     return EngineTokenizer(engine_folder(owner), owner)
 
 
@@ -118,7 +115,7 @@ class EngineTokenizer:
         tokenizer = None if info.config["skip_tokenizer_init"] else load_tokenizer(Path(info.tokenizer_path))
         if tokenizer is None:
             raise UnsupportedModelError(f"model {self._owner} has no tokenizer: set tokenizer_dir in config.pbtxt")
-        return LoadedTokenizer(tokenizer, info.vocab_size, info.max_model_len * _MAX_CHARS_PER_TOKEN)
+        return LoadedTokenizer(tokenizer, info.vocab_size, max_prompt_chars(info))
 
     def _load_early(self) -> None:
         """So that the first request need not wait for it."""

@@ -413,10 +413,10 @@ def test_a_model_without_a_tokenizer_is_told(shared: EngineTokenizer, tmp_path: 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepinfer_backend.triton import engine_folder
+    from deepinfer_backend.triton.tensorrtllm import shared_tokenizer
 
     (tmp_path / "engine").mkdir(mode=0o700)
-    monkeypatch.setattr(engine_folder, "engine_folder", lambda name: tmp_path / "engine")
+    monkeypatch.setattr(shared_tokenizer, "engine_folder", lambda name: tmp_path / "engine")
     model = load(preprocessing, None, {"engine_of": "owner"})
     assert error_of(model, query("a")).code == TritonError.UNAVAILABLE
     write_engine_info(tmp_path / "engine", engine_info(byte_tokenizer(), tmp_path / "bytes"))
