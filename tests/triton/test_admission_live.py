@@ -220,5 +220,5 @@ def test_each_request_is_in_the_log_by_its_id_and_without_its_text(narrow: Trito
     assert http_generate(narrow, **bad)[0] == 400
     assert " INFO " in line_about("log-good")
     assert re.search(r"(length|stop); \d+ prompt tokens", line_about("log-good"))
-    assert "INVALID_ARG; 0 prompt tokens" in line_about("log-bad")
+    assert "INVALID_ARG: max_tokens: must be at least 1; 0 prompt tokens" in line_about("log-bad")
     assert "Secret" not in (folder / "tritonserver.log").read_text(errors="replace")

@@ -22,7 +22,7 @@ def _sampling(**fields: Any) -> dict[str, Any]:
 # name → (tensors, words of the message)
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no input": ({"stream": True}, ["text_input", "input_ids", "got none"]),
-    "both inputs": ({"text_input": "x", "input_ids": [1, 2]}, ["text_input", "input_ids", "both"]),
+    "both inputs": ({"text_input": "x", "input_ids": [1, 2]}, ["exactly one of", "text_input and input_ids"]),
     "empty prompt": ({"text_input": ""}, ["text_input", "empty", "at least 1"]),
     "token id below 0": ({"input_ids": [1, -1]}, ["input_ids", "-1", "0 to 49151"]),
     "token id over the vocabulary": ({"input_ids": [1, 49152]}, ["input_ids", "49152", "0 to 49151"]),

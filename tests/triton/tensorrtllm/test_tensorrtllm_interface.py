@@ -411,8 +411,8 @@ def test_the_last_response_of_a_stream_is_the_one_with_the_final_flag(server: Tr
         arrays, is_final = stream.next()
         seen.append(bool(arrays))
     stream.close()
+    assert len(seen) >= 2  # several steps may share a response while the machine has other work
     assert seen[:-1] == [True] * (len(seen) - 1)
-    assert len(seen) >= 4
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
