@@ -1,0 +1,22 @@
+"""The CPU kernels (csrc/kernels), registered with torch as `torch.ops.deepinfer`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+ISAS = ("portable", "avx2", "avx512")
+"""Instruction sets that the kernels are compiled for; the best one that the machine has is chosen when they load."""
+
+
+def _load() -> Any:
+    spec = importlib.util.find_spec("deepinfer_backend._kernels")
+    if spec is None or spec.origin is None:
+        raise ImportError("deepinfer_backend._kernels is not built: install the package")
+    torch.ops.load_library(spec.origin)
+    return torch.ops.deepinfer
+
+
+kernels = _load()
