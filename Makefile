@@ -40,7 +40,7 @@ sanitize: setup $(STAMPS)/dev
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DDEEPINFER_SANITIZE=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
-	$(BIN)/cmake --build $(SANITIZED)
+	$(BIN)/cmake --build $(SANITIZED) --target _core
 	rm -rf $(SANITIZED)/run && mkdir -p $(SANITIZED)/run/deepinfer_backend $(SANITIZED)/run/tests
 	cp deepinfer_backend/__init__.py $(SANITIZED)/_core*.so $(SANITIZED)/run/deepinfer_backend/
 	cp -r tests/__init__.py tests/core $(SANITIZED)/run/tests/ && cp pyproject.toml $(SANITIZED)/run/
