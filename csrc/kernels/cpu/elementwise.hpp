@@ -21,7 +21,8 @@ struct ElementwiseKernels {
   // cos, sin [num_rows, rotary_dim / 2] of positions[t] * inv_freq[i], times `scaling`; as exact as libm's in float32.
   void (*rotary_angles)(const int64_t* positions, const float* inv_freq, float scaling, int64_t num_rows,
                         int64_t rotary_dim, float* cos, float* sin);
-  // token_ids[t] = the index of the largest of logits[t] [num_rows, size], the lowest among equals; NaN is never it.
+  // token_ids[t] = the index of the largest of logits[t] [num_rows, size], the lowest among equals. NaN is never it;
+  // 0 if nothing is above -infinity.
   void (*argmax)(const float* logits, int64_t num_rows, int64_t size, int64_t* token_ids);
 };
 

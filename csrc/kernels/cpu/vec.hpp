@@ -43,6 +43,23 @@ static inline F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
 static inline F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
+// The first `count` < kLanes lanes, the others 0; and the way back.
+static inline F32 load_first(const float* from, int64_t count) {
+  F32 vector = {};
+  std::memcpy(&vector, from, count * sizeof(float));
+  return vector;
+}
+
+static inline void store_first(F32 vector, float* to, int64_t count) {
+  std::memcpy(to, &vector, count * sizeof(float));
+}
+
+static inline float max_lane(F32 vector) {
+  float largest = vector[0];
+  for (int64_t lane = 1; lane < kLanes; ++lane) largest = vector[lane] > largest ? vector[lane] : largest;
+  return largest;
+}
+
 static inline float sum(F32 vector) {
   float total = 0.0F;
   for (int64_t lane = 0; lane < kLanes; ++lane) total += vector[lane];
