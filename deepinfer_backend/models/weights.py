@@ -25,7 +25,7 @@ class GroupedMatrix:
     def dequantized(self) -> torch.Tensor:
         """[num_outputs, num_inputs] float32."""
         offsets = -(2.0 ** (self.bits - 1)) * self.scales if self.offsets is None else self.offsets
-        codes = self.codes.unflatten(1, (-1, self.group_size)).float()
+        codes = self.codes.reshape(self.codes.shape[0], -1, self.group_size).float()
         return (codes * self.scales[:, :, None] + offsets[:, :, None]).flatten(1)
 
 
