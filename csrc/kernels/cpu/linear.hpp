@@ -20,15 +20,16 @@ struct DenseWeight {
   WeightFormat format;
   int64_t num_outputs;
   int64_t num_inputs;
-  const void* packed;
-  const float* bias;  // [num_outputs] or null
+  const void* packed;  // aligned to 64 bytes
+  const float* bias;   // [num_outputs] or null
 };
 
 struct DenseLinearKernels {
   // Packs weight [num_outputs, num_inputs] (float32 or bfloat16, as `format` says) into `packed`.
   void (*pack)(WeightFormat format, const void* weight, int64_t num_outputs, int64_t num_inputs, void* packed);
   // x [num_rows, num_inputs], rows x_stride apart → y [num_rows, num_outputs], rows y_stride apart. With bfloat16
-  // weights x is rounded to bfloat16 where the instruction set multiplies that; sums are float32.
+  // weights x is rounded to bfloat16 where the instruction set multiplies that; sums are float32, in the order of the
+  // inputs: a row's outputs do not depend on the other rows. Only the thread that computes for the engine calls it.
   void (*apply)(const DenseWeight& weight, const float* x, int64_t x_stride, int64_t num_rows, float* y,
                 int64_t y_stride);
 };

@@ -1,0 +1,357 @@
+// An output is summed in the order of the inputs, block of steps by block of steps, whatever the tile that it is
+// computed in: a row's result is the same for any number of rows and threads.
+#include "kernels/cpu/linear.hpp"
+
+#include <cstdlib>
+
+#include "kernels/cpu/vec.hpp"
+#include "kernels/parallel.hpp"
+
+namespace deepinfer::cpu::DEEPINFER_ISA {
+
+namespace {
+
+constexpr int kVectors = static_cast<int>(kColumnWidth / kLanes);  // of a column's sums
+constexpr int64_t kStepBytes = kColumnWidth * 4;                   // what a column holds of 32 bits of inputs
+
+// Register tiles: rows x columns of sums that stay in registers while the inputs pass by.
+#if defined(__AVX512F__)
+constexpr int kMaxTileRows = 6;
+constexpr int kMaxSums = 24;
+#elif defined(__AVX2__)
+constexpr int kMaxTileRows = 6;
+constexpr int kMaxSums = 12;
+#else
+constexpr int kMaxTileRows = 3;
+constexpr int kMaxSums = 12;
+#endif
+constexpr int kMaxTileColumns = 4;
+
+constexpr int64_t kBlockSteps = 256;  // of a column: 16 KiB, which stay in L1 while the rows of a block pass by
+constexpr int64_t kBlockRows = 96;    // whose inputs in a block of steps stay in L2
+constexpr int64_t kBlockColumns = 8;  // that such a block of inputs passes by before the next one
+
+// A format says how many inputs there are in the 32 bits of a step (kInputs), what x is made of (Input), and how a step
+// is multiplied, input by input.
+struct Float32 {
+  using Input = float;
+  using Operand = F32;
+  static constexpr int kInputs = 1;
+
+  static Operand weights(const char* at, int /*input*/) { return load(reinterpret_cast<const float*>(at)); }
+  static Operand repeat(Input x) { return broadcast(x); }
+  static F32 multiply_add(Operand weights, Operand x, F32 sums) { return fma(weights, x, sums); }
+};
+
+#if defined(__AVX512BF16__)
+// x is rounded to bfloat16; a step's two inputs are multiplied at once.
+struct BFloat16 {
+  using Input = uint32_t;  // two bfloat16, the first one in the low half
+  using Operand = __m512bh;
+  static constexpr int kInputs = 1;
+
+  static Operand weights(const char* at, int /*input*/) { return (Operand)_mm512_load_si512(at); }
+  static Operand repeat(Input x) { return (Operand)_mm512_set1_epi32(static_cast<int>(x)); }
+  static F32 multiply_add(Operand weights, Operand x, F32 sums) { return _mm512_dpbf16_ps(sums, weights, x); }
+};
+#else
+struct BFloat16 {
+  using Input = float;
+  using Operand = F32;
+  static constexpr int kInputs = 2;
+
+  static Operand weights(const char* at, int input) {
+    I32 pairs;
+    std::memcpy(&pairs, at, sizeof(pairs));
+    return input == 0 ? (F32)(pairs << 16) : (F32)(pairs & static_cast<int32_t>(0xFFFF0000));
+  }
+  static Operand repeat(Input x) { return broadcast(x); }
+  static F32 multiply_add(Operand weights, Operand x, F32 sums) { return fma(weights, x, sums); }
+};
+#endif
+
+template <typename Format>
+struct Tile {
+  const typename Format::Input* x;
+  int64_t x_stride;
+  const char* weight;
+  int64_t column_bytes;
+  int64_t num_inputs;
+  const float* start;  // what the sums are added to: 0, the bias or y of the inputs before
+  int64_t start_stride;
+  float* y;
+  int64_t y_stride;
+};
+
+template <typename Format, int kRows, int kColumns>
+void multiply_tile(const Tile<Format>& tile) {
+  F32 sums[kRows][kColumns][kVectors] = {};
+  const typename Format::Input* x = tile.x;
+  const char* weight = tile.weight;
+  const auto add_input = [&](int input) __attribute__((always_inline)) {
+    typename Format::Operand weights[kColumns][kVectors];
+    for (int column = 0; column < kColumns; ++column) {
+      for (int v = 0; v < kVectors; ++v) {
+        weights[column][v] = Format::weights(weight + column * tile.column_bytes + v * kLanes * 4, input);
+      }
+    }
+    for (int row = 0; row < kRows; ++row) {
+      const typename Format::Operand repeated = Format::repeat(x[row * tile.x_stride + input]);
+      for (int column = 0; column < kColumns; ++column) {
+        for (int v = 0; v < kVectors; ++v) {
+          sums[row][column][v] = Format::multiply_add(weights[column][v], repeated, sums[row][column][v]);
+        }
+      }
+    }
+  };
+  for (int64_t left = tile.num_inputs / Format::kInputs; left > 0; --left) {
+    for (int input = 0; input < Format::kInputs; ++input) add_input(input);
+    x += Format::kInputs;
+    weight += kStepBytes;
+  }
+  if (tile.num_inputs % Format::kInputs != 0) add_input(0);
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kColumns; ++column) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = column * kColumnWidth + v * kLanes;
+        const F32 start = load(tile.start + row * tile.start_stride + at);
+        store(start + sums[row][column][v], tile.y + row * tile.y_stride + at);
+      }
+    }
+  }
+}
+
+constexpr int max_tile_columns(int num_rows) {
+  int columns = kMaxTileColumns;
+  while (columns > 1 && columns * kVectors * num_rows > kMaxSums) columns /= 2;
+  return columns;
+}
+
+template <typename Format, int kRows, int kColumns>
+void multiply_tile_of(int num_rows, int num_columns, const Tile<Format>& tile) {
+  if constexpr (kColumns > max_tile_columns(kRows)) {
+    multiply_tile_of<Format, kRows, kColumns / 2>(num_rows, num_columns, tile);
+  } else if (num_rows == kRows && num_columns == kColumns) {
+    multiply_tile<Format, kRows, kColumns>(tile);
+  } else if constexpr (kColumns > 1) {
+    multiply_tile_of<Format, kRows, kColumns / 2>(num_rows, num_columns, tile);
+  } else if constexpr (kRows > 1) {
+    multiply_tile_of<Format, kRows - 1, kMaxTileColumns>(num_rows, num_columns, tile);
+  }
+}
+
+template <typename Format>
+struct Product {
+  const typename Format::Input* x;
+  int64_t x_stride;
+  int64_t num_inputs;  // per row of x
+  const char* weight;
+  int64_t column_bytes;
+  const float* bias;
+  float* y;
+  int64_t y_stride;
+};
+
+// Rows and whole columns from the first ones on; a bias is as wide as the columns.
+template <typename Format>
+void multiply_block(const Product<Format>& product, int64_t num_rows, int64_t num_columns) {
+  static constexpr float kZeros[kMaxTileColumns * kColumnWidth] = {};
+  const int64_t num_tiles = (num_rows + kMaxTileRows - 1) / kMaxTileRows;
+  const int max_columns = max_tile_columns(static_cast<int>((num_rows + num_tiles - 1) / num_tiles));
+  const int64_t block_inputs = kBlockSteps * Format::kInputs;
+  for (int64_t first_input = 0; first_input < product.num_inputs; first_input += block_inputs) {
+    const int64_t left = product.num_inputs - first_input;
+    Tile<Format> tile;
+    tile.x_stride = product.x_stride;
+    tile.column_bytes = product.column_bytes;
+    tile.num_inputs = left < block_inputs ? left : block_inputs;
+    tile.y_stride = product.y_stride;
+    for (int64_t column = 0; column < num_columns;) {
+      int tile_columns = max_columns;
+      while (tile_columns > num_columns - column) tile_columns /= 2;
+      tile.weight = product.weight + column * product.column_bytes + first_input / Format::kInputs * kStepBytes;
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t row = num_rows * t / num_tiles;
+        tile.x = product.x + row * product.x_stride + first_input;
+        tile.y = product.y + row * product.y_stride + column * kColumnWidth;
+        if (first_input > 0) {
+          tile.start = tile.y;
+          tile.start_stride = product.y_stride;
+        } else {
+          tile.start = product.bias == nullptr ? kZeros : product.bias + column * kColumnWidth;
+          tile.start_stride = 0;
+        }
+        const int tile_rows = static_cast<int>(num_rows * (t + 1) / num_tiles - row);
+        multiply_tile_of<Format, kMaxTileRows, kMaxTileColumns>(tile_rows, tile_columns, tile);
+      }
+      column += tile_columns;
+    }
+  }
+}
+
+// The first `num_outputs` of a column: what is beyond them in y belongs to others.
+template <typename Format>
+void multiply_partial_column(Product<Format> product, int64_t num_rows, int64_t num_outputs) {
+  float bias[kColumnWidth] = {};
+  if (product.bias != nullptr) {
+    std::memcpy(bias, product.bias, num_outputs * sizeof(float));
+    product.bias = bias;
+  }
+  float sums[kBlockRows * kColumnWidth];
+  float* const y = product.y;
+  const int64_t y_stride = product.y_stride;
+  product.y = sums;
+  product.y_stride = kColumnWidth;
+  multiply_block(product, num_rows, 1);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    std::memcpy(y + row * y_stride, sums + row * kColumnWidth, num_outputs * sizeof(float));
+  }
+}
+
+template <typename Format>
+void multiply(const Product<Format>& product, int64_t begin_row, int64_t end_row, int64_t begin_column,
+              int64_t end_column, int64_t num_outputs) {
+  for (int64_t column = begin_column; column < end_column;) {
+    const int64_t outputs_left = num_outputs - column * kColumnWidth;
+    int64_t block_columns = outputs_left / kColumnWidth;
+    if (block_columns > end_column - column) block_columns = end_column - column;
+    if (block_columns > kBlockColumns) block_columns = kBlockColumns;
+    for (int64_t row = begin_row; row < end_row; row += kBlockRows) {
+      const int64_t block_rows = end_row - row < kBlockRows ? end_row - row : kBlockRows;
+      Product<Format> block = product;
+      block.x += row * product.x_stride;
+      block.weight += column * product.column_bytes;
+      if (product.bias != nullptr) block.bias += column * kColumnWidth;
+      block.y += row * product.y_stride + column * kColumnWidth;
+      if (block_columns > 0) {
+        multiply_block(block, block_rows, block_columns);
+      } else {
+        multiply_partial_column(block, block_rows, outputs_left);
+      }
+    }
+    column += block_columns > 0 ? block_columns : 1;
+  }
+}
+
+template <typename Format>
+void multiply_parallel(const Product<Format>& product, int64_t num_rows, int64_t num_outputs) {
+  const int64_t num_columns = (num_outputs + kColumnWidth - 1) / kColumnWidth;
+  constexpr int64_t kMinThreadBytes = 32768;  // of weights, below which a second thread costs more than it saves
+  const int64_t grain = 1 + kMinThreadBytes / (product.column_bytes * num_rows);
+  parallel_for(num_columns, grain,
+               [&](int64_t begin, int64_t end) { multiply(product, 0, num_rows, begin, end, num_outputs); });
+}
+
+#if defined(__AVX512BF16__)
+// Memory that grows to the largest size asked for and is kept.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+
+  void* at_least(int64_t num_bytes) {
+    if (num_bytes > num_bytes_) {
+      std::free(data_);
+      num_bytes_ = (num_bytes + 63) / 64 * 64;
+      data_ = std::aligned_alloc(64, num_bytes_);
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t num_bytes_ = 0;
+};
+
+// Rounds a row to bfloat16; what is missing to a whole pair is 0.
+void round_row(const float* x, int64_t num_inputs, uint32_t* pairs) {
+  for (int64_t i = 0; i < num_inputs; i += kLanes) {
+    const int64_t left = num_inputs - i;
+    const __mmask16 present = left < kLanes ? (1U << left) - 1 : 0xFFFF;
+    const __mmask16 stored = left < kLanes ? (1U << ((left + 1) / 2 * 2)) - 1 : 0xFFFF;
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(present, x + i));
+    _mm256_mask_storeu_epi16(pairs + i / 2, stored, (__m256i)rounded);
+  }
+}
+
+void apply_bfloat16(Product<BFloat16> product, const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs,
+                    int64_t num_outputs) {
+  static thread_local Scratch scratch;
+  product.num_inputs = (num_inputs + 1) / 2;
+  product.x_stride = product.num_inputs;
+  uint32_t* pairs = static_cast<uint32_t*>(scratch.at_least(num_rows * product.x_stride * 4));
+  parallel_for(num_rows, 32, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      round_row(x + row * x_stride, num_inputs, pairs + row * product.x_stride);
+    }
+  });
+  product.x = pairs;
+  multiply_parallel(product, num_rows, num_outputs);
+}
+#else
+void apply_bfloat16(Product<BFloat16> product, const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs,
+                    int64_t num_outputs) {
+  product.x = x;
+  product.x_stride = x_stride;
+  product.num_inputs = num_inputs;
+  multiply_parallel(product, num_rows, num_outputs);
+}
+#endif
+
+template <typename Format>
+Product<Format> product_of(const DenseWeight& weight, float* y, int64_t y_stride) {
+  Product<Format> product = {};
+  product.weight = static_cast<const char*>(weight.packed);
+  product.column_bytes = packed_bytes(weight.format, kColumnWidth, weight.num_inputs);
+  product.bias = weight.bias;
+  product.y = y;
+  product.y_stride = y_stride;
+  return product;
+}
+
+void apply(const DenseWeight& weight, const float* x, int64_t x_stride, int64_t num_rows, float* y, int64_t y_stride) {
+  if (num_rows == 0) return;
+  if (weight.format == WeightFormat::kBFloat16) {
+    apply_bfloat16(product_of<BFloat16>(weight, y, y_stride), x, x_stride, num_rows, weight.num_inputs,
+                   weight.num_outputs);
+    return;
+  }
+  Product<Float32> product = product_of<Float32>(weight, y, y_stride);
+  product.x = x;
+  product.x_stride = x_stride;
+  product.num_inputs = weight.num_inputs;
+  multiply_parallel(product, num_rows, weight.num_outputs);
+}
+
+template <typename Element, int kPerStep>
+void pack_columns(const Element* weight, int64_t num_outputs, int64_t num_inputs, Element* packed) {
+  const int64_t num_columns = (num_outputs + kColumnWidth - 1) / kColumnWidth;
+  const int64_t num_steps = (num_inputs + kPerStep - 1) / kPerStep;
+  parallel_for(num_columns, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t column = begin; column < end; ++column) {
+      Element* to = packed + column * num_steps * kColumnWidth * kPerStep;
+      for (int64_t step = 0; step < num_steps; ++step) {
+        for (int64_t i = 0; i < kColumnWidth; ++i) {
+          const int64_t output = column * kColumnWidth + i;
+          for (int64_t input = step * kPerStep; input < (step + 1) * kPerStep; ++input) {
+            *to++ = output < num_outputs && input < num_inputs ? weight[output * num_inputs + input] : Element{0};
+          }
+        }
+      }
+    }
+  });
+}
+
+void pack(WeightFormat format, const void* weight, int64_t num_outputs, int64_t num_inputs, void* packed) {
+  if (format == WeightFormat::kBFloat16) {
+    pack_columns<uint16_t, 2>(static_cast<const uint16_t*>(weight), num_outputs, num_inputs,
+                              static_cast<uint16_t*>(packed));
+  } else {
+    pack_columns<float, 1>(static_cast<const float*>(weight), num_outputs, num_inputs, static_cast<float*>(packed));
+  }
+}
+
+}  // namespace
+
+extern const DenseLinearKernels dense_linear = {pack, apply};
+
+}  // namespace deepinfer::cpu::DEEPINFER_ISA

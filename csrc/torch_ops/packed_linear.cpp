@@ -1,0 +1,50 @@
+#include "torch_ops/packed_linear.hpp"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace deepinfer {
+
+namespace {
+
+void check_rows(const char* name, const at::Tensor& rows, int64_t size) {
+  TORCH_CHECK_VALUE(rows.device().is_cpu() && rows.scalar_type() == at::kFloat, name, " is ", rows.scalar_type(),
+                    " on ", rows.device(), ": must be float32 on the CPU");
+  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == size, name, " has shape ", rows.sizes(), ": must be [num_rows, ",
+                    size, "]");
+  TORCH_CHECK_VALUE(rows.stride(1) == 1 || size == 1, name, " has strides ", rows.strides(),
+                    ": the values of a row must be contiguous");
+}
+
+// y [num_rows, num_outputs] is written; rows of x and y may be any distance apart.
+void apply_to(const c10::intrusive_ptr<PackedLinear>& linear, const at::Tensor& x, const at::Tensor& y) {
+  check_rows("x", x, linear->num_inputs());
+  check_rows("y", y, linear->num_outputs());
+  TORCH_CHECK_VALUE(y.size(0) == x.size(0), "y has ", y.size(0), " rows: must be the ", x.size(0), " of x");
+  linear->apply(x.const_data_ptr<float>(), x.stride(0), x.size(0), y.mutable_data_ptr<float>(), y.stride(0));
+}
+
+// x [.., num_inputs] → [.., num_outputs]
+at::Tensor forward(const c10::intrusive_ptr<PackedLinear>& linear, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == linear->num_inputs(), "x has shape ", x.sizes(),
+                    ": its last size must be ", linear->num_inputs());
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = linear->num_outputs();
+  const at::Tensor y = at::empty(shape, at::kFloat);
+  apply_to(linear, x.contiguous().view({-1, linear->num_inputs()}), y.view({-1, linear->num_outputs()}));
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
+  m.class_<PackedLinear>("PackedLinear")
+      .def(torch::init(&pack_dense), "", {torch::arg("weights"), torch::arg("biases")})
+      .def("forward", &forward)
+      .def("apply_to", &apply_to)
+      .def_property("num_outputs", &PackedLinear::num_outputs)
+      .def_property("num_inputs", &PackedLinear::num_inputs)
+      .def_property("num_bytes", &PackedLinear::num_bytes);
+}
+
+}  // namespace deepinfer
