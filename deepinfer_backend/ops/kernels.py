@@ -22,6 +22,9 @@ def _load() -> Any:
 kernels = _load()
 
 PackedLinear: Any = torch.classes.deepinfer.PackedLinear
-"""y = x Wᵀ + bias, packed for the kernels: PackedLinear(weights, biases) merges weights [num_outputs_i, num_inputs], all
-float32 or all bfloat16, over their outputs; a bias may be None. forward(x [.., num_inputs] float32) -> [.., num_outputs];
-apply_to(x, y) writes into the rows of y; num_outputs, num_inputs, num_bytes."""
+"""y = x Wᵀ + bias with weights packed for the kernels.
+
+PackedLinear(weights, biases) merges weights [num_outputs_i, num_inputs], all float32 or all bfloat16, over their
+outputs; a bias may be None. forward(x [.., num_inputs] float32) returns [.., num_outputs]; apply_to(x, y) writes into
+the rows of y. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
+"""
