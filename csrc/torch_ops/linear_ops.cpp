@@ -1,7 +1,6 @@
 // PackedLinear with float32 or bfloat16 weights.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include "kernels/cpu/linear.hpp"
 #include "torch_ops/packed_linear.hpp"
@@ -42,32 +41,17 @@ class DenseLinear final : public PackedLinear {
 c10::intrusive_ptr<PackedLinear> pack_dense(const std::vector<at::Tensor>& weights,
                                             const std::vector<std::optional<at::Tensor>>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "weights is empty: needs at least 1");
-  TORCH_CHECK_VALUE(biases.size() == weights.size(), "biases has ", biases.size(), " entries: must be the ",
-                    weights.size(), " of weights");
   const at::ScalarType dtype = weights[0].scalar_type();
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, "weights[0] is ", dtype,
                     ": must be float32 or bfloat16");
-  bool has_bias = false;
   for (size_t i = 0; i < weights.size(); ++i) {
     const at::Tensor& weight = weights[i];
     TORCH_CHECK_VALUE(weight.device().is_cpu() && weight.scalar_type() == dtype, "weights[", i, "] is ",
                       weight.scalar_type(), " on ", weight.device(), ": must be ", dtype, " on the CPU");
     TORCH_CHECK_VALUE(weight.dim() == 2 && weight.numel() > 0 && weight.size(1) == weights[0].size(1), "weights[", i,
                       "] has shape ", weight.sizes(), ": must be [num_outputs, num_inputs], num_inputs as weights[0]");
-    if (!biases[i]) continue;
-    has_bias = true;
-    TORCH_CHECK_VALUE(biases[i]->device().is_cpu() && biases[i]->dim() == 1 && biases[i]->size(0) == weight.size(0),
-                      "biases[", i, "] has shape ", biases[i]->sizes(), ": must be [", weight.size(0), "] on the CPU");
   }
-  at::Tensor bias;
-  if (has_bias) {
-    std::vector<at::Tensor> parts;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      parts.push_back(biases[i] ? biases[i]->to(at::kFloat) : at::zeros({weights[i].size(0)}, at::kFloat));
-    }
-    bias = at::cat(parts);
-  }
-  return c10::make_intrusive<DenseLinear>(at::cat(weights).contiguous(), std::move(bias));
+  return c10::make_intrusive<DenseLinear>(at::cat(weights).contiguous(), merge_biases(biases, weights));
 }
 
 }  // namespace deepinfer

@@ -1,6 +1,8 @@
 #include "torch_ops/packed_linear.hpp"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace deepinfer {
@@ -37,9 +39,25 @@ at::Tensor forward(const c10::intrusive_ptr<PackedLinear>& linear, const at::Ten
 
 }  // namespace
 
+at::Tensor merge_biases(const std::vector<std::optional<at::Tensor>>& biases, const std::vector<at::Tensor>& weights) {
+  TORCH_CHECK_VALUE(biases.size() == weights.size(), "biases has ", biases.size(), " entries: must be the ",
+                    weights.size(), " of weights");
+  bool has_bias = false;
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int64_t num_outputs = weights[i].size(0);
+    TORCH_CHECK_VALUE(!biases[i] || (biases[i]->device().is_cpu() && biases[i]->sizes().equals({num_outputs})),
+                      "biases[", i, "] has shape ", biases[i]->sizes(), ": must be [", num_outputs, "] on the CPU");
+    has_bias = has_bias || biases[i];
+    parts.push_back(biases[i] ? biases[i]->to(at::kFloat) : at::zeros({num_outputs}, at::kFloat));
+  }
+  return has_bias ? at::cat(parts) : at::Tensor();
+}
+
 TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   m.class_<PackedLinear>("PackedLinear")
       .def(torch::init(&pack_dense), "", {torch::arg("weights"), torch::arg("biases")})
+      .def_static("from_groups", &pack_groups)
       .def("forward", &forward)
       .def("apply_to", &apply_to)
       .def_property("num_outputs", &PackedLinear::num_outputs)

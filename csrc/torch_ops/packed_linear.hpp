@@ -35,4 +35,17 @@ class PackedLinear : public torch::CustomClassHolder {
 [[nodiscard]] c10::intrusive_ptr<PackedLinear> pack_dense(const std::vector<at::Tensor>& weights,
                                                           const std::vector<std::optional<at::Tensor>>& biases);
 
+// The concatenation of biases [num_outputs of the weight] as float32, zeros where there is none; not defined if there is
+// none at all.
+[[nodiscard]] at::Tensor merge_biases(const std::vector<std::optional<at::Tensor>>& biases,
+                                      const std::vector<at::Tensor>& weights);
+
+// Packs the concatenation over outputs of weights of `bits` bits (cpu/grouped_linear.hpp): codes [num_outputs_i,
+// num_inputs] uint8 below 2^bits, scales and offsets [num_outputs_i, num_inputs / group_size] float32, which become
+// float16, and biases [num_outputs_i]; where there are no offsets they are -2^(bits-1) * scale.
+[[nodiscard]] c10::intrusive_ptr<PackedLinear> pack_groups(int64_t bits, const std::vector<at::Tensor>& codes,
+                                                           const std::vector<at::Tensor>& scales,
+                                                           const std::vector<std::optional<at::Tensor>>& offsets,
+                                                           const std::vector<std::optional<at::Tensor>>& biases);
+
 }  // namespace deepinfer

@@ -25,6 +25,8 @@ PackedLinear: Any = torch.classes.deepinfer.PackedLinear
 """y = x Wᵀ + bias with weights packed for the kernels.
 
 PackedLinear(weights, biases) merges weights [num_outputs_i, num_inputs], all float32 or all bfloat16, over their
-outputs; a bias may be None. forward(x [.., num_inputs] float32) returns [.., num_outputs]; apply_to(x, y) writes into
-the rows of y. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
+outputs; a bias may be None. PackedLinear.from_groups(bits, codes, scales, offsets, biases) does the same with the parts
+of GroupedMatrix (models/weights.py) of the same bits and group_size; scales and offsets become float16, inputs are
+rounded to 8 bits for each group of 32. forward(x [.., num_inputs] float32) returns [.., num_outputs]; apply_to(x, y)
+writes into the rows of y. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
 """
