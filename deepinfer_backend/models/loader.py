@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_backend.errors import ConfigError, InvalidRequestError, UnsupportedModelError, shown
-from deepinfer_backend.models.conversion_cache import converted_folder
+from deepinfer_backend.models.conversion_cache import converted_folder, write_float32_weights
 from deepinfer_backend.models.model_files import (
     PICKLE_SUFFIXES,
     TOKENIZER_NAMES,
@@ -119,6 +119,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, attn_implem
 
     from deepinfer_backend.models.library_bars import report_loading
 
+    write_float32_weights(path)
     with show_progress(f"Loading {path.name}") as advance, report_loading(advance):
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(

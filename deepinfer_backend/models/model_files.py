@@ -13,6 +13,7 @@ WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+_GGUF_REFERENCE_NAME = "gguf_file.json"
 _GGUF_MAGIC = b"GGUF"
 _MAX_JSON_BYTES = 64 << 20
 
@@ -26,8 +27,15 @@ def check_model_folder(folder: Path) -> None:
         raise UnsupportedModelError(f"{folder} is not a model folder: it has no config.json{hint}")
     if "model_type" not in read_json(config):
         raise UnsupportedModelError(f"{config} names no model_type")
+    if not has_weights(folder) and referenced_gguf(folder) is not None:
+        return
     for path in weight_files(folder):
         _check_safetensors(path)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights in safetensors format."""
+    return any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -82,10 +90,45 @@ def check_gguf(path: Path) -> None:
         raise UnsupportedModelError(f"{path} is not a GGUF file: it does not begin with {_GGUF_MAGIC.decode()!r}")
 
 
+def referenced_gguf(folder: Path) -> Path | None:
+    """The GGUF file that a converted folder was made from; None if `folder` is none.
+
+    Raises:
+        UnsupportedModelError: that file is gone, or is another one since.
+    """
+    reference = folder / _GGUF_REFERENCE_NAME
+    if not reference.is_file():
+        return None
+    gguf_file = Path(str(read_json(reference).get("path")))
+    if not refers_to(folder, gguf_file):
+        raise UnsupportedModelError(
+            f"{folder} was made from {gguf_file}, which is no longer there or has changed: name that file as the model"
+        )
+    return gguf_file
+
+
+def refers_to(folder: Path, gguf_file: Path) -> bool:
+    """Whether `folder` was made from this file, and the file is still the same."""
+    reference = folder / _GGUF_REFERENCE_NAME
+    return reference.is_file() and gguf_file.is_file() and read_json(reference) == _gguf_reference(gguf_file)
+
+
+def write_gguf_reference(folder: Path, gguf_file: Path) -> None:
+    written = folder / f".{_GGUF_REFERENCE_NAME}"
+    written.write_text(json.dumps(_gguf_reference(gguf_file)), encoding="utf-8")
+    written.replace(folder / _GGUF_REFERENCE_NAME)
+
+
 def one_line(error: BaseException) -> str:
     """A library's error as the end of one of our messages."""
     text = " ".join(str(error).split())
     return text[:300] if text else type(error).__name__
+
+
+def _gguf_reference(gguf_file: Path) -> dict[str, str | int]:
+    """Its size and time tell a file from another of its name without reading it."""
+    status = gguf_file.stat()
+    return {"path": str(gguf_file), "num_bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
 
 def _check_safetensors(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepinfer_backend.errors import ConfigError, DeepInferError, UnsupportedModelError
 from deepinfer_backend.models.loader import load_generation_config, load_model, load_tokenizer, resolve_model
+from deepinfer_backend.models.model_files import referenced_gguf
 from tests.support.tiny_gguf import CHAT_TEMPLATE, write_tiny_gguf
 
 TIMEOUT_S = 120.0
@@ -82,11 +84,57 @@ def test_the_converted_folder_holds_the_same_model_and_tokenizer(cache: Path, gg
 
 def test_a_file_is_known_by_its_content(cache: Path, gguf: Path, tmp_path: Path) -> None:
     first = resolve_model(str(gguf))
-    written = (first / "model.safetensors").stat().st_mtime_ns
+    written = (first / "tokenizer.json").stat().st_mtime_ns
     assert resolve_model(str(gguf)) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert (first / "tokenizer.json").stat().st_mtime_ns == written
     write_tiny_gguf(gguf, seed=1)
     assert resolve_model(str(gguf)) != first
+
+
+def test_weights_that_can_run_as_they_are_stored_are_dequantized_only_when_needed(cache: Path, gguf: Path) -> None:
+    folder = resolve_model(str(gguf))
+    assert not list(folder.glob("*.safetensors"))
+    assert referenced_gguf(folder) == gguf
+    assert resolve_model(str(folder)) == folder
+    load_model(folder, torch.float32, torch.device("cpu"), "sdpa")
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    load_model(folder, torch.float32, torch.device("cpu"), "sdpa")
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert not partial_folders(folder)
+    assert not partial_folders(cache)
+
+
+def test_weights_that_cannot_are_dequantized_at_once_and_the_log_says_why(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = resolve_model(str(write_tiny_gguf(tmp_path / "tiny.gguf", quantization="TQ2_0")))
+    assert "tiny.gguf is dequantized to float32: the type TQ2_0 of its tensor" in caplog.text
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_a_file_may_move_but_not_be_replaced(cache: Path, gguf: Path, tmp_path: Path) -> None:
+    folder = resolve_model(str(gguf))
+    moved = gguf.rename(tmp_path / "moved.gguf")
+    for action in (
+        lambda: resolve_model(str(folder)),
+        lambda: load_model(folder, torch.float32, torch.device("cpu"), "sdpa"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf, which is no longer there or has changed"):
+            action()
+    moved.rename(gguf)
+    assert resolve_model(str(folder)) == folder
+    write_tiny_gguf(gguf, seed=1)
+    with pytest.raises(UnsupportedModelError, match="has changed: name that file as the model"):
+        resolve_model(str(folder))
+
+
+def test_a_copy_of_a_file_takes_its_folder_over(cache: Path, gguf: Path, tmp_path: Path) -> None:
+    folder = resolve_model(str(gguf))
+    (tmp_path / "other").mkdir()
+    copy = gguf.rename(tmp_path / "other" / gguf.name)
+    assert resolve_model(str(copy)) == folder
+    assert referenced_gguf(folder) == copy
 
 
 def test_two_processes_at_once_convert_once(cache: Path, gguf: Path) -> None:

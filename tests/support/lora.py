@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from deepinfer_backend.models.conversion_cache import write_float32_weights
+
 # What an adapter of all Linear modules of each family's attention and MLP names.
 TARGET_MODULES = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -34,6 +36,7 @@ def _quiet_peft() -> Iterator[None]:
 def make_random_adapter(model_path: Path, folder: Path, *, seed: int, **fields: Any) -> Path:
     """Writes a random adapter for the model and returns its folder; `fields` are those of PEFT's LoraConfig."""
     torch.manual_seed(seed)
+    write_float32_weights(model_path)
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     # Else B is zero, and the adapter changes nothing.
     config = LoraConfig(**{"init_lora_weights": False, **fields})
@@ -44,6 +47,7 @@ def make_random_adapter(model_path: Path, folder: Path, *, seed: int, **fields: 
 
 def merged_model(model_path: Path, adapter: Path | None) -> torch.nn.Module:
     """PEFT's merged model, in float32 with transformers' own attention; without an adapter the model itself."""
+    write_float32_weights(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     if adapter is not None:
         with _quiet_peft():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from deepinfer_backend.models.conversion_cache import write_float32_weights
+
 
 @dataclass(frozen=True)
 class BeamSearchAnswer:
@@ -27,6 +29,7 @@ class TransformersOracle:
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype = torch.float32) -> None:
+        write_float32_weights(path)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     @torch.inference_mode()
