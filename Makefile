@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize soak bench bench-features bench-load clean setup
+.PHONY: serve test lint sanitize soak bench bench-features bench-load peers clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -54,8 +54,15 @@ sanitize: setup $(STAMPS)/dev
 soak: setup $(STAMPS)/dev
 	DEEPINFER_SOAK_S=1800 $(BIN)/python -m pytest tests/triton/test_soak.py $(ARGS)
 
-bench: setup $(STAMPS)/dev
+# Ours and every peer that is installed (`make peers`).
+bench: setup $(STAMPS)/dev $(STAMPS)/bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Other engines for `make bench`, each in a folder of its own outside of this one: ~/.cache/deepinfer/peers, or
+# $DEEPINFER_PEERS. `make peers PEERS=llama.cpp` installs one.
+PEERS ?= vllm llama.cpp
+peers: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.peers $(PEERS)
 
 bench-features: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.features $(ARGS)
@@ -96,4 +103,9 @@ $(STAMPS)/bundled-model: $(STAMPS)/venv
 $(STAMPS)/dev: pyproject.toml $(STAMPS)/package
 	$(PIP) install $$($(BIN)/python -c \
 	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])")
+	touch $@
+
+$(STAMPS)/bench: pyproject.toml $(STAMPS)/package
+	$(PIP) install $$($(BIN)/python -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
 	touch $@

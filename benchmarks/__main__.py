@@ -1,73 +1,114 @@
-"""`make bench`: output tokens/s and time to first token, offline and through Triton, in one run.
+"""`make bench`: the machine's limits, then our engine and every peer that is installed, in one run and in turn.
 
-Both run in turn, so that a slow minute of the machine hits both; of each, the median run counts.
+Writes results.json, tables.md and plots into benchmarks/results/.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
-import tempfile
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import through_triton
-from benchmarks.offline import OfflineEngine
-from benchmarks.workload import MAX_TOKENS, NUM_PROMPTS, PROMPT_LEN, Figures, median_run, prompts
-from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.models.loader import resolve_model
-from tests.support.triton_server import running_server
+from benchmarks.engines.catalogue import all_engines
+from benchmarks.engines.engine import Engine
+from benchmarks.growth import Growth, Sizes
+from benchmarks.limits import MemoryReader, measure_limits
+from benchmarks.machine import commit, this_machine
+from benchmarks.measure import Field, Plan
+from benchmarks.model_files import float_folder
+from benchmarks.peers import peers_folder
+from benchmarks.report import markdown_report, print_report
+from benchmarks.results import Results
+from benchmarks.step_cost import ModelShape
 
-_PROMPTS_PER_STREAM = 2
+_RESULTS = Path(__file__).with_name("results")
+_SIZES = Sizes(
+    context_lens=[256, 512, 1024, 2048, 4096, 8192 - 32],
+    streams=[1, 2, 4, 8, 16, 32, 64, 128, 256],
+    prompt_lens=[128, 256, 512, 1024, 2048, 4096],
+    prefill_len=1024,
+    prefix_len=1000,
+    num_runs=3,
+)
+_QUICK_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
 
 
 def main(
-    num_runs: Annotated[int, typer.Option(help="Runs of each kind; the median counts.")] = 3,
-    concurrency: Annotated[list[int] | None, typer.Option(help="Concurrent requests; repeat for several.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and KV cache.")] = "auto",
+    engine: Annotated[
+        list[str] | None, typer.Option(help="A name or a family of the table; repeat for several; all if left out.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Streams at once; repeat; 1, 8, 32 if left out.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each engine; medians count.")] = 5,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens in.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens out.")] = 128,
+    threads: Annotated[int, typer.Option(min=1, help="Of every engine.")] = os.cpu_count() or 1,
+    growth: Annotated[bool, typer.Option(help="Also measure how cost grows, prefill and prefixes, of ours.")] = True,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes, one round: whether all of it works, not how fast.")] = False,
+    results_folder: Annotated[Path, typer.Option("--results", help="Where results go.")] = _RESULTS,
 ) -> None:
-    engine_args = {"model": str(resolve_model(None)), "dtype": dtype, "enable_prefix_caching": False}
-    table = Table(title=f"{PROMPT_LEN} tokens in, {MAX_TOKENS} out, greedy; median of {num_runs}; {_machine()}")
-    for heading in (
-        "concurrent\nrequests",
-        "offline\ntokens/s",
-        "Triton\ntokens/s",
-        "Triton ÷\noffline",
-        "first token\noffline, ms",
-        "first token\nTriton, ms",
-        "device idle\noffline",
-    ):
-        table.add_column(heading, justify="right")
-    with tempfile.TemporaryDirectory() as folder, running_server(Path(folder), {"deepinfer": engine_args}) as server:
-        url = f"localhost:{server.grpc_port}"
-        offline = OfflineEngine(EngineConfig(**engine_args))
-        for streams in concurrency or [1, 8, 32, 64]:
-            work = prompts(offline.vocab_size, max(streams, min(NUM_PROMPTS, streams * _PROMPTS_PER_STREAM)))
-            runs: tuple[list[Figures], list[Figures]] = ([], [])
-            offline.run(work[:streams], streams)
-            for _ in range(num_runs):
-                runs[0].append(offline.run(work, streams))
-                runs[1].append(through_triton.run(url, work, streams))
-            ours, served = map(median_run, runs)
-            table.add_row(
-                str(streams),
-                f"{ours.tokens_per_s:.0f}",
-                f"{served.tokens_per_s:.0f}",
-                f"{served.tokens_per_s / ours.tokens_per_s:.2f}",
-                f"{ours.median_first_token_ms:.0f}",
-                f"{served.median_first_token_ms:.0f}",
-                f"{ours.device_idle_share:.1%}",
-            )
-        offline.close()
-    Console().print(table)
+    """Measures this machine, our engine and its peers side by side."""
+    # Like an interrupt: what has been started is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    console = Console()
+    plan = Plan(concurrency or [1, 8, 32], rounds, prompt_len, max_tokens)
+    if quick:
+        plan = Plan(concurrency or [1], num_rounds=1, prompt_len=16, max_tokens=8)
+    engines = _chosen(engine)
+    console.print("measuring the machine's limits")
+    reader = MemoryReader(threads)
+    results = Results(
+        machine=this_machine(),
+        date=datetime.date.today().isoformat(),
+        commit=commit(),
+        prompt_len=plan.prompt_len,
+        max_tokens=plan.max_tokens,
+        limits=measure_limits(reader),
+    )
+    shape = ModelShape.read(float_folder())
+    with Field(shape, threads, peers_folder() / "logs", results, console.print) as field:
+        for each in engines:
+            field.start(each)
+        field.measure_rows(plan, reader.measure)
+        ours = field.process(f"deepinfer {results.float_weights}")
+        if growth and ours is not None:
+            console.print("measuring how cost grows")
+            sizes = _QUICK_SIZES if quick else _SIZES
+            peer = field.process(f"llama.cpp {results.float_weights}")
+            measured = Growth(shape, reader, field, results)
+            measured.add_curves([ours, peer] if peer is not None else [ours], sizes)
+            measured.add_prefill_share(ours, sizes)
+            measured.add_prefix_ratio(ours.engine, sizes)
+    _publish(results, results_folder, console)
 
 
-def _machine() -> str:
-    return f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+def _chosen(names: list[str] | None) -> list[Engine]:
+    engines = all_engines()
+    if names is None:
+        return engines
+    for name in names:
+        if not any(name in (engine.name, engine.family) for engine in engines):
+            known = ", ".join(engine.name for engine in engines)
+            raise typer.BadParameter(f"--engine is {name!r}: must be one of {known}, or the first word of one")
+    return [engine for engine in engines if engine.name in names or engine.family in names]
+
+
+def _publish(results: Results, folder: Path, console: Console) -> None:
+    from benchmarks.plots import draw_all
+
+    folder.mkdir(parents=True, exist_ok=True)
+    print_report(results, console)
+    results.write(folder / "results.json")
+    (folder / "tables.md").write_text(markdown_report(results), encoding="utf-8")
+    files = draw_all(results, folder)
+    console.print(f"in {folder}: results.json, tables.md, {', '.join(file.name for file in files)}")
 
 
 if __name__ == "__main__":
