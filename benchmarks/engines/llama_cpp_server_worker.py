@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 from benchmarks.engines.worker import serve
@@ -23,7 +24,7 @@ class LlamaCppServerRunner:
     def __init__(self, num_threads: int, tool: str, model: str, version: str) -> None:
         self.version = version
         self._command = [tool, "-m", model, "-t", str(num_threads), "-tb", str(num_threads), "-b", "4096", "-ub", "512"]
-        self._command += ["-cram", "0", "-bs", "--offline", "--log-disable"]
+        self._command += ["-cram", "0", "-bs", "--offline"]
         self._server: subprocess.Popen[bytes] | None = None
         self._shape = (0, 0)
         self._port = 0
@@ -72,8 +73,8 @@ class LlamaCppServerRunner:
                 clock.add_sent(index, now)
         return clock.figures(elapsed_s)
 
-    def _complete(self, prompt: list[int], max_tokens: int):  # type: ignore[no-untyped-def]
-        """Yields the number of tokens of each event of the stream."""
+    def _complete(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
+        """The number of tokens of each event of the stream; those of half characters come with the last."""
         body = {"prompt": prompt, "n_predict": max_tokens, "ignore_eos": True, "cache_prompt": False, "stream": True}
         body |= {"temperature": 0, "samplers": ["temperature"]}
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
@@ -82,8 +83,14 @@ class LlamaCppServerRunner:
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise RuntimeError(f"llama-server answered {response.status}: {response.read(500)!r}")
+            num_seen = 0
             for line in response:
-                if line.startswith(b"data: ") and (num_tokens := len(json.loads(line[6:]).get("tokens", []))):
+                if not line.startswith(b"data: "):
+                    continue
+                event = json.loads(line[6:])
+                num_tokens = event["tokens_predicted"] - num_seen if event.get("stop") else len(event["tokens"])
+                num_seen += num_tokens
+                if num_tokens:
                     yield num_tokens
         finally:
             connection.close()
