@@ -12,13 +12,12 @@ import torch
 
 from deepinfer_backend.worker.logit_edits import LogitEdits
 from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
-from deepinfer_backend.worker.top_tokens import split_in_blocks, top_token, top_tokens
-from deepinfer_backend.worker.truncation import Truncation, keep, least_kept
+from deepinfer_backend.worker.random_draw import RandomRows, draw, least_kept, quotients
+from deepinfer_backend.worker.top_tokens import top_token, top_tokens
 
 MIN_TEMPERATURE = 1e-5
 """Below it a quotient of float32 logits could overflow; the likeliest token has all the probability long before."""
 NO_TOKEN = -1
-_DRAW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,9 @@ class SamplingBatch:
 
     random_rows: [num_random] the rows with temperature > 0; the others are greedy. top_k: 0 is off. uniforms: float64
     in [0, 1), the row's one random number. banned_rows, banned_token_ids: [num_banned] what must not be sampled.
-    any_top_k, any_top_p, any_min_p say what nobody in the batch uses, so that it costs nothing. max_top_k: the largest
-    top_k, where the host knows it; on CUDA the whole vocabulary is sorted without it.
+    any_top_k, any_top_p, any_min_p say what nobody in the batch uses, so that it costs nothing on CUDA; on CPU the rows
+    themselves say it. max_top_k: the largest top_k, where the host knows it; on CUDA the whole vocabulary is sorted
+    without it.
 
     logprob_rows: [m] int64 rows that ask for log-probabilities, and the most likeliest tokens that one of them asks
     for. candidate_rows: [b] int64 rows of beam search, and how many candidates each gets.
@@ -84,7 +84,7 @@ def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
     A random row takes one uniform number through the inverse of its distribution function, so that its token depends
     on its logits and that number alone, whatever else is in the batch.
     """
-    logits = logits.float()
+    logits = logits.float().contiguous()
     logprob_rows = batch.logprob_rows
     raw_logits = None if logprob_rows is None else logits.index_select(0, logprob_rows)
     candidate_rows = batch.candidate_rows
@@ -111,13 +111,12 @@ def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
 
     For whoever wants to look: `sample_batch` makes the same choice without building them. May change `logits`.
     """
-    logits = logits.float()
+    logits = logits.float().contiguous()
     _edit(logits, batch)
     if batch.random_rows is not None:
-        scaled = _scale(logits, batch, batch.random_rows)
-        least = least_kept(scaled, scaled.softmax(dim=-1), _truncation(batch, batch.random_rows))
-        if least is not None:
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        random = _random_rows(batch, batch.random_rows)
+        scaled = quotients(logits, random)
+        scaled = scaled.masked_fill(scaled < least_kept(logits, random), -torch.inf)
         logits[batch.random_rows] = scaled
     return logits
 
@@ -144,61 +143,23 @@ def _sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     rows = batch.random_rows
     if rows is None:
         return top_token(logits)
+    drawn = draw(logits, _random_rows(batch, rows), batch.uniforms)
     if len(rows) == len(logits):
-        return _sample_random(logits, batch, rows)
+        return drawn
     token_ids = top_token(logits)
-    token_ids[rows] = _sample_random(logits, batch, rows)
+    token_ids[rows] = drawn
     return token_ids
 
 
-def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    logits = _scale(logits, batch, rows)
-    weights = logits.softmax(dim=-1)
-    least = least_kept(logits, weights, _truncation(batch, rows))
-    if least is not None:
-        weights = keep(weights, logits, least)
-    return _draw(weights, batch.uniforms[rows])
-
-
-def _scale(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    """The random rows' logits over their temperatures; in place where there is no other row."""
-    temperature = batch.temperature[rows, None].clamp(min=MIN_TEMPERATURE)
-    if len(rows) < len(logits):
-        logits = logits.index_select(0, rows)
-    return logits.div_(temperature)
-
-
-def _truncation(batch: SamplingBatch, rows: torch.Tensor) -> Truncation:
-    return Truncation(
-        min_p=batch.min_p[rows, None] if batch.any_min_p else None,
-        top_k=batch.top_k[rows, None].long() if batch.any_top_k else None,
-        top_p=batch.top_p[rows, None].double() if batch.any_top_p else None,
+def _random_rows(batch: SamplingBatch, rows: torch.Tensor) -> RandomRows:
+    return RandomRows(
+        rows=rows,
+        temperature=batch.temperature.clamp(min=MIN_TEMPERATURE),
+        min_p=batch.min_p,
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        any_min_p=batch.any_min_p,
+        any_top_k=batch.any_top_k,
+        any_top_p=batch.any_top_p,
         max_top_k=batch.max_top_k,
     )
-
-
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Weights [num_rows, vocab_size], at least 0 → a token each [num_rows]: the inverse of the distribution function.
-
-    Summed in float64, by blocks: first the block, then the token within it. A token without weight is never drawn.
-    """
-    blocks = split_in_blocks(weights, _DRAW_BLOCK, 0.0)
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
-    reached = sums.cumsum(dim=-1)
-    target = uniforms[:, None] * reached[:, -1:]
-    block = _first_beyond(reached, target)
-    target = (target - (reached - sums).gather(1, block)).clamp_(min=0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
-    token_ids = block * _DRAW_BLOCK + _first_beyond(inside.cumsum(dim=-1, dtype=torch.float64), target)
-    # Only a row in which nothing is allowed comes to the filling at the end.
-    return token_ids.squeeze(1).clamp_(max=weights.shape[1] - 1)
-
-
-def _first_beyond(reached: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[num_rows, 1]: where a running sum [num_rows, n] first exceeds the target [num_rows, 1].
-
-    Where rounding made the target as large as the whole sum: where the sum is reached.
-    """
-    first = torch.searchsorted(reached, target, right=True)
-    last = torch.searchsorted(reached, reached[:, -1:].contiguous())
-    return torch.minimum(first, last).clamp_(max=reached.shape[1] - 1)
