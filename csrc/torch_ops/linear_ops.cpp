@@ -51,7 +51,8 @@ c10::intrusive_ptr<PackedLinear> pack_dense(const std::vector<at::Tensor>& weigh
     TORCH_CHECK_VALUE(weight.dim() == 2 && weight.numel() > 0 && weight.size(1) == weights[0].size(1), "weights[", i,
                       "] has shape ", weight.sizes(), ": must be [num_outputs, num_inputs], num_inputs as weights[0]");
   }
-  return c10::make_intrusive<DenseLinear>(at::cat(weights).contiguous(), merge_biases(biases, weights));
+  const at::Tensor weight = weights.size() == 1 ? weights[0].contiguous() : at::cat(weights);
+  return c10::make_intrusive<DenseLinear>(weight, merge_biases(biases, weights));
 }
 
 }  // namespace deepinfer

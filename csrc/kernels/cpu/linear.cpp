@@ -27,7 +27,10 @@ constexpr int kMaxSums = 12;
 #endif
 constexpr int kMaxTileColumns = 4;
 
-constexpr int64_t kBlockSteps = 256;  // of a column: 16 KiB, which stay in L1 while the rows of a block pass by
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kBlockSteps = 256;  // at most, of a column: 16 KiB, which stay in L1 while a block's rows pass by
 constexpr int64_t kBlockRows = 96;    // whose inputs in a block of steps stay in L2
 constexpr int64_t kBlockColumns = 8;  // that such a block of inputs passes by before the next one
 
@@ -81,10 +84,12 @@ struct Tile {
   int64_t start_stride;
   float* y;
   int64_t y_stride;
+  const char* ahead;  // of the weights that come next: each step fetches ahead_bytes of every column from memory
+  int64_t ahead_bytes;
 };
 
 template <typename Format, int kRows, int kColumns>
-void multiply_tile(const Tile<Format>& tile) {
+__attribute__((noinline)) void multiply_tile(const Tile<Format>& tile) {
   F32 sums[kRows][kColumns][kVectors] = {};
   const typename Format::Input* x = tile.x;
   const char* weight = tile.weight;
@@ -104,7 +109,12 @@ void multiply_tile(const Tile<Format>& tile) {
       }
     }
   };
+  const char* ahead = tile.ahead;
   for (int64_t left = tile.num_inputs / Format::kInputs; left > 0; --left) {
+    for (int column = 0; column < kColumns; ++column) {
+      __builtin_prefetch(ahead + column * tile.column_bytes, 0, 2);  // 2: into L2, as L1 holds the block in use
+    }
+    ahead += tile.ahead_bytes;
     for (int input = 0; input < Format::kInputs; ++input) add_input(input);
     x += Format::kInputs;
     weight += kStepBytes;
@@ -152,35 +162,43 @@ struct Product {
   int64_t y_stride;
 };
 
-// Rows and whole columns from the first ones on; a bias is as wide as the columns.
+// Rows and whole columns from the first ones on; a bias is as wide as the columns. A block of steps of a column comes
+// from memory while the tiles of rows are multiplied with the one before it, each tile fetching its share.
 template <typename Format>
 void multiply_block(const Product<Format>& product, int64_t num_rows, int64_t num_columns) {
   static constexpr float kZeros[kMaxTileColumns * kColumnWidth] = {};
-  const int64_t num_tiles = (num_rows + kMaxTileRows - 1) / kMaxTileRows;
-  const int max_columns = max_tile_columns(static_cast<int>((num_rows + num_tiles - 1) / num_tiles));
-  const int64_t block_inputs = kBlockSteps * Format::kInputs;
-  for (int64_t first_input = 0; first_input < product.num_inputs; first_input += block_inputs) {
-    const int64_t left = product.num_inputs - first_input;
+  const int64_t num_tiles = ceil_div(num_rows, kMaxTileRows);
+  const int max_columns = max_tile_columns(static_cast<int>(ceil_div(num_rows, num_tiles)));
+  const int64_t num_steps = ceil_div(product.num_inputs, Format::kInputs);
+  const int64_t block_steps = ceil_div(num_steps, ceil_div(num_steps, kBlockSteps));
+  for (int64_t first_step = 0; first_step < num_steps; first_step += block_steps) {
+    const int64_t first_input = first_step * Format::kInputs;
     Tile<Format> tile;
     tile.x_stride = product.x_stride;
     tile.column_bytes = product.column_bytes;
-    tile.num_inputs = left < block_inputs ? left : block_inputs;
+    tile.num_inputs = min(product.num_inputs - first_input, block_steps * Format::kInputs);
     tile.y_stride = product.y_stride;
     for (int64_t column = 0; column < num_columns;) {
       int tile_columns = max_columns;
       while (tile_columns > num_columns - column) tile_columns /= 2;
-      tile.weight = product.weight + column * product.column_bytes + first_input / Format::kInputs * kStepBytes;
+      tile.weight = product.weight + column * product.column_bytes + first_step * kStepBytes;
+      const char* next = tile.weight + tile_columns * product.column_bytes;
+      if (column + tile_columns == num_columns && first_step + block_steps < num_steps) {
+        next = product.weight + (first_step + block_steps) * kStepBytes;
+      }
+      tile.ahead_bytes = kStepBytes / num_tiles;
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t row = num_rows * t / num_tiles;
         tile.x = product.x + row * product.x_stride + first_input;
         tile.y = product.y + row * product.y_stride + column * kColumnWidth;
-        if (first_input > 0) {
+        if (first_step > 0) {
           tile.start = tile.y;
           tile.start_stride = product.y_stride;
         } else {
           tile.start = product.bias == nullptr ? kZeros : product.bias + column * kColumnWidth;
           tile.start_stride = 0;
         }
+        tile.ahead = next + t * tile.ahead_bytes * block_steps;
         const int tile_rows = static_cast<int>(num_rows * (t + 1) / num_tiles - row);
         multiply_tile_of<Format, kMaxTileRows, kMaxTileColumns>(tile_rows, tile_columns, tile);
       }
@@ -211,13 +229,14 @@ void multiply_partial_column(Product<Format> product, int64_t num_rows, int64_t 
 template <typename Format>
 void multiply(const Product<Format>& product, int64_t begin_row, int64_t end_row, int64_t begin_column,
               int64_t end_column, int64_t num_outputs) {
+  // Few rows pass by all inputs of a column at once, as the weights lie in memory.
+  const int64_t max_block_columns =
+      end_row - begin_row <= kMaxTileRows ? max_tile_columns(static_cast<int>(end_row - begin_row)) : kBlockColumns;
   for (int64_t column = begin_column; column < end_column;) {
     const int64_t outputs_left = num_outputs - column * kColumnWidth;
-    int64_t block_columns = outputs_left / kColumnWidth;
-    if (block_columns > end_column - column) block_columns = end_column - column;
-    if (block_columns > kBlockColumns) block_columns = kBlockColumns;
+    const int64_t block_columns = min(min(end_column - column, max_block_columns), outputs_left / kColumnWidth);
     for (int64_t row = begin_row; row < end_row; row += kBlockRows) {
-      const int64_t block_rows = end_row - row < kBlockRows ? end_row - row : kBlockRows;
+      const int64_t block_rows = min(end_row - row, kBlockRows);
       Product<Format> block = product;
       block.x += row * product.x_stride;
       block.weight += column * product.column_bytes;
@@ -233,13 +252,24 @@ void multiply(const Product<Format>& product, int64_t begin_row, int64_t end_row
   }
 }
 
+// The threads share whole columns, and where there are few of them also the rows.
 template <typename Format>
 void multiply_parallel(const Product<Format>& product, int64_t num_rows, int64_t num_outputs) {
-  const int64_t num_columns = (num_outputs + kColumnWidth - 1) / kColumnWidth;
-  constexpr int64_t kMinThreadBytes = 32768;  // of weights, below which a second thread costs more than it saves
-  const int64_t grain = 1 + kMinThreadBytes / (product.column_bytes * num_rows);
-  parallel_for(num_columns, grain,
-               [&](int64_t begin, int64_t end) { multiply(product, 0, num_rows, begin, end, num_outputs); });
+  constexpr int64_t kMinThreadBytes = 32768;  // of weights, times rows: less is done before another thread has begun
+  constexpr int64_t kMinThreadColumns = 8;    // the threads' shares differ by an eighth of that at most
+  const int64_t num_columns = ceil_div(num_outputs, kColumnWidth);
+  const int64_t num_parts =
+      min(ceil_div(num_threads() * kMinThreadColumns, num_columns), ceil_div(num_rows, kBlockRows));
+  const int64_t grain = 1 + kMinThreadBytes * num_parts / (product.column_bytes * num_rows);
+  parallel_for(num_parts * num_columns, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t part = begin / num_columns;
+      const int64_t part_end = min((part + 1) * num_columns, end);
+      multiply(product, num_rows * part / num_parts, num_rows * (part + 1) / num_parts, begin - part * num_columns,
+               part_end - part * num_columns, num_outputs);
+      begin = part_end;
+    }
+  });
 }
 
 #if defined(__AVX512BF16__)
@@ -324,8 +354,8 @@ void apply(const DenseWeight& weight, const float* x, int64_t x_stride, int64_t 
 
 template <typename Element, int kPerStep>
 void pack_columns(const Element* weight, int64_t num_outputs, int64_t num_inputs, Element* packed) {
-  const int64_t num_columns = (num_outputs + kColumnWidth - 1) / kColumnWidth;
-  const int64_t num_steps = (num_inputs + kPerStep - 1) / kPerStep;
+  const int64_t num_columns = ceil_div(num_outputs, kColumnWidth);
+  const int64_t num_steps = ceil_div(num_inputs, kPerStep);
   parallel_for(num_columns, 1, [&](int64_t begin, int64_t end) {
     for (int64_t column = begin; column < end; ++column) {
       Element* to = packed + column * num_steps * kColumnWidth * kPerStep;

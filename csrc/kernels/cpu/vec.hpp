@@ -32,12 +32,8 @@ static inline F32 load(const float* from) {
 
 static inline void store(F32 vector, float* to) { std::memcpy(to, &vector, sizeof(vector)); }
 
-// Vectors of floats share one value; `F32{} + value` would round -0.0 away.
-static inline F32 broadcast(float value) {
-  F32 vector;
-  for (int64_t lane = 0; lane < kLanes; ++lane) vector[lane] = value;
-  return vector;
-}
+// value - 0.0 is value, -0.0 too: one broadcast, where a loop over the lanes is as many insertions.
+static inline F32 broadcast(float value) { return value - F32{}; }
 
 static inline F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
