@@ -35,7 +35,12 @@ class EngineConfig(BaseModel):
     tokenizer: str | None = Field(None, description="A folder or hub id of a tokenizer; none is the model's own.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and KV cache; auto is bfloat16 where the device computes it, else float32.",
+        description="Type of weights; auto is bfloat16 where the device computes it, else float32.",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto",
+        description="Type of keys and values in the KV cache; auto is that of the weights (on cpu float32 for float16) "
+        "and the only one on cuda; int8 has a scale per token and head.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one, else cpu.")
     max_model_len: int | None = Field(

@@ -11,6 +11,7 @@ from deepinfer_backend.errors import ConfigError
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int8"}, "dtype is 'int8': must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8': must be 'auto', 'float32', 'bfloat16' or 'int8'"),
     ({"device": "tpu"}, "device is 'tpu': must be 'auto', 'cpu' or 'cuda'"),
     ({"max_model_len": 0}, "max_model_len is 0: must be at least 1"),
     ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),

@@ -39,7 +39,7 @@ from deepinfer_backend.models.loader import (
 )
 from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
 from deepinfer_backend.worker.device import open_stream
-from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks
+from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
 from deepinfer_backend.worker.model_runner import ModelRunner
 from deepinfer_backend.worker.step_buffers import MAX_PROMPT_LOGITS, StepBuffers
@@ -65,6 +65,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
+        kv_cache_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         model_path = resolve_model(config.model)
         self.stream = open_stream(device)
         # Whatever computes runs on the stream, from the first tensor on: were this thread to compute in parallel too,
@@ -80,7 +81,7 @@ class LLMEngine:
             model.layers,
             block_size=block_size,
             max_model_len=max_model_len,
-            dtype=dtype,
+            dtype=kv_cache_dtype,
             device=device,
         )
         max_blocks_per_seq = min(num_blocks, -(-max_model_len // block_size))
@@ -144,7 +145,9 @@ class LLMEngine:
                 device=device,
             )
 
-        kv_cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        kv_cache = KVCache(
+            model.layers, num_blocks=num_blocks, block_size=block_size, dtype=kv_cache_dtype, device=device
+        )
         self.worker = Worker(
             ModelRunner(model, kv_cache),
             self.stream,

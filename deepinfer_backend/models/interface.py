@@ -1,11 +1,15 @@
-"""What a model asks of whoever holds the KV cache, and tells about what it stores there."""
+"""What the engine needs of a model, whoever made its layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from deepinfer_backend.models.lora import LoraLayers
+from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +21,49 @@ class LayerShape:
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """In a cache of `dtype`; int8 has a float32 scale for each key and value."""
+        scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
-class Attention(Protocol):
-    """One step's attention over everything its sequences have stored so far."""
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """logits: [num_rows, vocab_size]; hidden_states: [num_rows, hidden_size], what the output layer was given."""
 
-    def attend(
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+
+
+class Model(Protocol):
+    """A causal language model over the paged cache. All its calls happen on the device's stream.
+
+    dtype: of its weights; layers: what each of its attention layers stores; lora: the adapters that it can add.
+    """
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def layers(self) -> list[LayerShape]: ...
+    @property
+    def lora(self) -> LoraLayers: ...
+
+    def forward(
         self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Stores the step's keys and values, then attends.
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionStep,
+        caches: Sequence[LayerCache],
+        logits_indices: torch.Tensor,
+    ) -> ForwardResult:
+        """Stores the step's keys and values in `caches`, one a layer, and computes logits where they are asked for.
 
-        query: [num_tokens, num_heads, key_dim]; key: [num_tokens, num_kv_heads, key_dim]; value: [num_tokens,
-        num_kv_heads, value_dim]; window: keys that a query sees, itself included (None: all before it).
-        Returns [num_tokens, num_heads, value_dim].
+        token_ids, positions: [num_tokens] int64; logits_indices: [num_rows] int64, tokens of the step, at least one.
         """

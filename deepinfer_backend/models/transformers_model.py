@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from deepinfer_backend.errors import UnsupportedModelError
-from deepinfer_backend.models.interface import Attention, LayerShape
+from deepinfer_backend.models.interface import ForwardResult, LayerShape
 from deepinfer_backend.models.lora import LoraLayers
+from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache, paged_attention
 
 ATTENTION_NAME = "deepinfer_paged"
+
+
+class _Attention(Protocol):
+    """What a forward's layers call, each with its index; shapes as in `paged_attention`."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+class _PagedLayers:
+    """One step's attention over the caches of all layers."""
+
+    def __init__(self, step: AttentionStep, caches: Sequence[LayerCache]) -> None:
+        self._step = step
+        self._caches = caches
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        return paged_attention(query, key, value, self._caches[layer], self._step, scale=scale, window=window)
 
 
 class _LayerRecorder:
@@ -48,7 +83,7 @@ def _attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    deepinfer_attention: Attention,
+    deepinfer_attention: _Attention,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls with query, key, value [1, num_heads, num_tokens, dim]."""
@@ -72,9 +107,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, lambda *_args, **_kwargs: None)
 
 
 class TransformersModel:
-    """A transformers causal language model whose attention runs over our cache.
-
-    `lora`: the adapters that its layers can add.
+    """A transformers causal language model whose attention runs over our cache (`models.interface.Model`).
 
     Raises:
         UnsupportedModelError: the model keeps state that is not keys and values per token, or attends in a way that
@@ -98,16 +131,21 @@ class TransformersModel:
     def _keep_hidden_states(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._hidden_states = inputs[0]
 
-    def last_hidden_states(self) -> torch.Tensor:
-        """Of the rows that the last `logits` was asked for, [num_rows, hidden_size], as the output layer got them."""
-        assert self._hidden_states is not None
-        return self._hidden_states.flatten(0, -2)
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionStep,
+        caches: Sequence[LayerCache],
+        logits_indices: torch.Tensor,
+    ) -> ForwardResult:
+        return self._forward(token_ids, positions, _PagedLayers(attention, caches), logits_indices)
 
     def _probe_layers(self) -> list[LayerShape]:
         recorder = _LayerRecorder()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            self.logits(zero, zero, recorder, zero)
+            self._forward(zero, zero, recorder, zero)
         num_layers = self._module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
         if sorted(recorder.layers) != list(range(num_layers)):
             raise UnsupportedModelError(
@@ -116,14 +154,9 @@ class TransformersModel:
             )
         return [recorder.layers[layer] for layer in range(num_layers)]
 
-    def logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """token_ids, positions: [num_tokens]; logits_indices: [num_rows] → [num_rows, vocab_size]."""
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: _Attention, logits_indices: torch.Tensor
+    ) -> ForwardResult:
         output = self._module(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -131,6 +164,5 @@ class TransformersModel:
             logits_to_keep=logits_indices,
             deepinfer_attention=attention,
         )
-        logits = output.logits[0]
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        assert self._hidden_states is not None
+        return ForwardResult(output.logits[0], self._hidden_states.flatten(0, -2))

@@ -32,7 +32,7 @@ class Accepted:
 _ONE_DEVICE = "one engine uses one device"
 _NO_REMOTE_CODE = "a model's own code is never run"
 _MODELS_OWN = "the model's own configuration counts"
-_NO_QUANTIZATION = "quantized weights and caches are not supported yet"
+_NO_QUANTIZATION = "quantized weights are not supported yet"
 _NO_DRAFTS = "speculative decoding is not supported yet"
 _NO_OFFLOADING = "weights and KV cache stay on the device"
 _NO_KV_TRANSFER = "engines do not exchange KV cache"
@@ -90,7 +90,6 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "quantization": Accepted(("gguf",), _NO_QUANTIZATION),
     "quantization_config": Accepted(({},), _NO_QUANTIZATION),
     "quantization_param_path": Accepted((), _NO_QUANTIZATION),
-    "kv_cache_dtype": Accepted(("auto",), _NO_QUANTIZATION),
     "calculate_kv_scales": Accepted((False,), _NO_QUANTIZATION),
     "cpu_offload_gb": Accepted((0,), _NO_OFFLOADING),
     "offload_group_size": Accepted((0,), _NO_OFFLOADING),
@@ -206,6 +205,7 @@ _TRANSLATED = (_DISABLE_LOG_STATS, _ENABLE_LORA, _MAX_CPU_LORAS)
 _SECRET = "hf_token"
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_KV_CACHE_DTYPES = {**_DTYPES, "int8_per_token_head": "int8"}
 _LONGEST_THAT_FITS = (-1, "auto")
 _WORDS = {"true": True, "false": False, "none": None}
 
@@ -258,6 +258,8 @@ def translate(arguments: Mapping[str, Any], adapters: Mapping[str, str]) -> dict
     ours = {name: value for name, value in given.items() if name in EngineConfig.model_fields}
     if "dtype" in ours:
         ours["dtype"] = _dtype(ours["dtype"])
+    if "kv_cache_dtype" in ours:
+        ours["kv_cache_dtype"] = _kv_cache_dtype(ours["kv_cache_dtype"], ours.get("dtype"))
     if _plain(ours.get("max_model_len")) in _LONGEST_THAT_FITS:
         del ours["max_model_len"]
     if _is_true(_DISABLE_LOG_STATS, given):
@@ -281,8 +283,6 @@ def _check_value(name: str, given: Mapping[str, Any]) -> None:
     accepted = ACCEPTED_VALUES[name]
     plain = _plain(given[name])
     if plain is None or any(plain == each and type(plain) is type(each) for each in accepted.values):
-        return
-    if name == "kv_cache_dtype" and _dtype(plain) == _dtype(given.get("dtype")):
         return
     found = "set" if name == _SECRET else shown(given[name])
     values = " or ".join(json.dumps(each) for each in accepted.values)
@@ -320,6 +320,12 @@ def _plain(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _kv_cache_dtype(value: Any, dtype: Any) -> Any:
+    """The weights' own type, which any device's cache can have, is auto with us."""
+    ours = _KV_CACHE_DTYPES.get(value, value) if isinstance(value, str) else value
+    return "auto" if ours == dtype else ours
 
 
 def _dtype(value: Any) -> Any:

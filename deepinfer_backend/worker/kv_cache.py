@@ -1,7 +1,6 @@
-"""The paged KV cache: how many blocks, their layout, and copies between them.
+"""The paged KV cache: how many blocks, of which type and layout, and copies between them.
 
-Layout of each layer: keys and values apart, [num_blocks + 1, block_size, num_kv_heads, head_dim]. Block 0 is the
-dummy block: padding points to it, no sequence owns it.
+Block 0 is the dummy block: padding points to it, no sequence owns it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ import numpy as np
 import torch
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.errors import ConfigError, EngineError
+from deepinfer_backend.errors import ConfigError, EngineError, shown
 from deepinfer_backend.models.interface import LayerShape
+from deepinfer_backend.ops.paged_attention import LayerCache
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.25
+_ALIGNMENT_BYTES = 64
+_CPU_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class KVCache:
-    """Owns the keys and values of all layers. `num_blocks` counts the blocks that sequences can have.
+    """Owns the keys and values of all layers, of `dtype`. `num_blocks` counts the blocks that sequences can have.
 
     Raises (constructor):
         EngineError: the memory does not suffice; the message has the size.
@@ -37,16 +39,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
 
-        def blocks(num_kv_heads: int, dim: int) -> torch.Tensor:
-            shape = (num_blocks + 1, block_size, num_kv_heads, dim)
-            if device.type == "cuda":
-                return torch.zeros(shape, dtype=dtype, device=device)
-            # numpy leaves the zeroing to the kernel, page by page: memory that no sequence reaches is never taken.
-            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-
+        allocate = _allocate_on_cuda if device.type == "cuda" else _allocate_on_cpu
         try:
-            self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
-            self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]
+            self.layers = [allocate(layer, num_blocks + 1, block_size, dtype, device) for layer in layers]
         except (MemoryError, torch.OutOfMemoryError) as error:
             num_bytes = (num_blocks + 1) * block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
             raise EngineError(
@@ -54,16 +49,60 @@ class KVCache:
                 f"the memory of {device}: kv_cache_memory_bytes, max_num_seqs and max_model_len make it smaller"
             ) from error
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Stores key and value [num_tokens, num_kv_heads, dim] at slots [num_tokens] (block * block_size + offset)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
-
     def copy_blocks(self, copies: torch.Tensor) -> None:
         """Copies whole blocks in all layers; copies: [num_copies, 2] of (source, target)."""
         source, target = copies[:, 0].long(), copies[:, 1].long()
-        for cache in (*self.keys, *self.values):
-            cache[target] = cache[source]
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+                if tensor is not None:
+                    tensor[target] = tensor[source]
+
+
+def _allocate_on_cuda(
+    layer: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    def blocks(dim: int) -> torch.Tensor:
+        return torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=dtype, device=device)
+
+    return LayerCache(blocks(layer.key_dim), blocks(layer.value_dim))
+
+
+def _allocate_on_cpu(
+    layer: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, _: torch.device
+) -> LayerCache:
+    rows = (num_blocks, layer.num_kv_heads)
+    packed = torch.float32.itemsize // dtype.itemsize
+    keys = _zeros((*rows, layer.key_dim // packed, block_size, packed), dtype)
+    values = _zeros((*rows, block_size, layer.value_dim), dtype)
+    if dtype != torch.int8:
+        return LayerCache(keys, values)
+    key_scales, value_scales = (_zeros((*rows, block_size), torch.float32) for _ in range(2))
+    return LayerCache(keys, values, key_scales, value_scales)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Aligned to cache lines. numpy leaves the zeroing to the operating system, page by page: memory that no sequence
+    reaches is never taken.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(buffer[start : start + num_bytes]).view(dtype).view(shape)
+
+
+def resolve_kv_cache_dtype(requested: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of a cache's elements for `kv_cache_dtype`; CPU kernels store no float16 and keep float32 instead.
+
+    Raises:
+        ConfigError: the device's attention does not read that type.
+    """
+    if device.type == "cuda":
+        if requested != "auto":
+            raise ConfigError(f'kv_cache_dtype is {shown(requested)}: must be "auto" on cuda')
+        return model_dtype
+    if requested != "auto":
+        return _CPU_DTYPES[requested]
+    return torch.bfloat16 if model_dtype == torch.bfloat16 else torch.float32
 
 
 def num_kv_blocks(

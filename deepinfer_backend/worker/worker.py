@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer_backend._core import SchedulerOutputs
+from deepinfer_backend.models.interface import ForwardResult
 from deepinfer_backend.models.lora import plan_lora
 from deepinfer_backend.worker.device import DeviceStream, Pending, device_to_host, host_to_device
 from deepinfer_backend.worker.logprobs import logprobs_of
-from deepinfer_backend.worker.model_runner import ForwardResult, ModelRunner
+from deepinfer_backend.worker.model_runner import ModelRunner
 from deepinfer_backend.worker.sampler import SamplingBatch, sample_batch
 from deepinfer_backend.worker.sampling_plan import (
     EMPTY_RESULT,

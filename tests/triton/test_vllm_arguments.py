@@ -72,7 +72,6 @@ def test_no_name_has_two_meanings() -> None:
         ("quantization", "awq", "quantization is 'awq': must be"),
         ("trust_remote_code", True, "trust_remote_code is True: must be false (a model's own code is never run)"),
         ("trust_remote_code", "true", "trust_remote_code is 'true': must be false"),
-        ("kv_cache_dtype", "fp8", "kv_cache_dtype is 'fp8': must be \"auto\""),
         ("speculative_config", {"method": "ngram"}, "must be left out (speculative decoding is not supported yet)"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill is False: must be true"),
         ("scheduling_policy", "lifo", 'scheduling_policy is \'lifo\': must be "fcfs" or "priority"'),
@@ -93,8 +92,25 @@ def test_a_secret_is_not_shown() -> None:
     assert "abcdef" not in str(error.value)
 
 
-def test_the_caches_own_type_is_no_quantization() -> None:
-    assert translate({"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}, {}) == {"dtype": "bfloat16"}
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "expected"),
+    [
+        ("bfloat16", "bfloat16", "auto"),
+        ("half", "float16", "auto"),
+        ("auto", "auto", "auto"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "int8_per_token_head", "int8"),
+    ],
+)
+def test_the_type_of_the_kv_cache_is_ours(dtype: str, kv_cache_dtype: str, expected: str) -> None:
+    config = EngineConfig(**translate({"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}, {}))
+    assert config.kv_cache_dtype == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "float16"])
+def test_a_kv_cache_of_another_type_is_refused_by_name(kv_cache_dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype is '{kv_cache_dtype}': must be 'auto', 'float32'"):
+        EngineConfig(**translate({"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}, {}))
 
 
 @pytest.mark.parametrize("value", [-1, "-1", "auto"])
