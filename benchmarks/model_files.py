@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-from benchmarks.peers import llama_cpp_source, llama_cpp_tool, peers_folder
+from benchmarks.peers import peers_folder
 from deepinfer_backend.models.loader import BUNDLED_MODEL_FILE, BUNDLED_MODEL_PACKAGE
 
 _INT8_MAX = 127
@@ -57,17 +56,33 @@ def int8_folder() -> Path:
     return _made_once("int8", _write_int8_folder)
 
 
-def gguf_file(kind: str) -> Path:
-    """f32, bf16 or q8_0; made with llama.cpp's own tools."""
+def gguf_file(kind: Literal["F32", "BF16", "Q8_0"]) -> Path:
+    """The bundled file with all its matrices in this type."""
+    return _made_once(f"{kind.lower()}.gguf", lambda path: convert_gguf(bundled_gguf(), path, kind))
 
-    def write(path: Path) -> None:
-        if kind == "q8_0":
-            subprocess.run([llama_cpp_tool("llama-quantize"), gguf_file("bf16"), path, "Q8_0"], check=True)
-            return
-        converter = llama_cpp_source() / "convert_hf_to_gguf.py"
-        subprocess.run([sys.executable, converter, float_folder(), "--outtype", kind, "--outfile", path], check=True)
 
-    return _made_once(f"{kind}.gguf", write)
+def convert_gguf(source: Path, target: Path, kind: str) -> None:
+    """The same metadata and tensors; vectors stay float32, as llama.cpp wants them."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    matrix_type = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        # These the writer writes itself; the file's type is that of its matrices.
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1] if is_array else None)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    for tensor in reader.tensors:
+        tensor_type = matrix_type if len(tensor.shape) > 1 else gguf.GGMLQuantizationType.F32
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, gguf.quantize(values, tensor_type), raw_dtype=tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _made_once(name: str, write: Callable[[Path], None]) -> Path:

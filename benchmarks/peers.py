@@ -28,7 +28,7 @@ LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, whose source distribution h
 _VLLM_TORCH_VERSION = "2.13.0"
 # Of multimodal models only.
 _VLLM_NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
-_LLAMA_CPP_TOOLS = ("llama-batched-bench", "llama-server", "llama-quantize")
+_LLAMA_CPP_TOOLS = ("llama-batched-bench", "llama-server")
 _BUILD_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -61,10 +61,6 @@ def vllm_missing() -> str | None:
 
 def llama_cpp_tool(name: str) -> Path:
     return _llama_cpp_folder() / "build" / "bin" / name
-
-
-def llama_cpp_source() -> Path:
-    return _llama_cpp_folder() / f"llama_cpp_python-{LLAMA_CPP_VERSION}" / "vendor" / "llama.cpp"
 
 
 def llama_cpp_missing() -> str | None:
@@ -103,11 +99,12 @@ def install_llama_cpp() -> None:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
         _run(*pip, "--no-build-isolation", "--dest", download, package)
         (archive,) = Path(download).iterdir()
-        with tarfile.open(archive) as source:
-            source.extractall(folder, filter="data")
+        with tarfile.open(archive) as files:
+            files.extractall(folder, filter="data")
+    source = folder / f"llama_cpp_python-{LLAMA_CPP_VERSION}" / "vendor" / "llama.cpp"
     build = folder / "build"
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "cmake"
-    _run(cmake, "-S", llama_cpp_source(), "-B", build, *_BUILD_OPTIONS)
+    _run(cmake, "-S", source, "-B", build, *_BUILD_OPTIONS)
     _run(cmake, "--build", build, "--parallel", str(os.cpu_count()), "--target", *_LLAMA_CPP_TOOLS)
 
 

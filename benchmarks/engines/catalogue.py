@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from ctypes.util import find_library
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ from benchmarks.peers import LLAMA_CPP_VERSION, llama_cpp_missing, llama_cpp_too
 from benchmarks.step_cost import ModelShape, gguf_weight_bytes
 
 _DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16"}
-_GGUF_KINDS: dict[Weights, str] = {"f32": "f32", "bf16": "bf16", "8-bit": "q8_0"}
+_GGUF_KINDS: dict[Weights, Literal["F32", "BF16", "Q8_0"]] = {"f32": "F32", "bf16": "BF16", "8-bit": "Q8_0"}
 _DEEPINFER_WORKERS = {
     "deepinfer": "benchmarks.engines.deepinfer_worker",
     "deepinfer-triton": "benchmarks.engines.triton_worker",
@@ -57,7 +57,7 @@ def weight_bytes(engine: Engine, shape: ModelShape) -> float:
     if engine.weights == "8-bit":
         if engine.family == "vllm":
             return shape.layer_weights + 2 * shape.output_weights
-        return gguf_weight_bytes(gguf_file("q8_0"))
+        return gguf_weight_bytes(gguf_file("Q8_0"))
     return shape.weight_bytes(4 if engine.weights == "f32" else 2)
 
 
@@ -85,7 +85,7 @@ def _deepinfer(family: str, weights: Weights) -> Engine:
         _DEEPINFER_WORKERS[family],
         kv_bytes=4 if weights == "f32" or not (weights == "bf16" or machine_has_bfloat16()) else 2,
         arguments=arguments,
-        missing=llama_cpp_missing if weights == "8-bit" else lambda: None,  # its tools make the file
+        missing=lambda: None,
         python=_own_python,
     )
 
