@@ -60,8 +60,8 @@ class Field:
         if what_to_do := engine.missing():
             self._results.missing[engine.name] = f"not installed: {what_to_do}"
             return None
-        engine.arguments()  # makes its model's files if need be, which is not part of its start
         self._say(f"starting {engine.name}")
+        engine.arguments()  # makes its model's files if need be, which is not part of its start
         process = EngineProcess(engine, self._num_threads, self._logs / f"{engine.name.replace(' ', '-')}.log")
         self._processes.append(process)
         began_s = time.perf_counter()

@@ -53,8 +53,8 @@ class Engine:
 class EngineProcess:
     """Owns the process of one engine. start, then run as often as wanted, then close; one thread.
 
-    Everything that the engine starts is in its process group, and ends with it. Between runs it waits for its standard
-    input, so that one engine at a time computes.
+    Everything that the engine starts is in its process group, and ends with it. Between runs the group is stopped: some
+    engines look for work all the time, and one at a time is to compute.
     """
 
     def __init__(self, engine: Engine, num_threads: int, log_file: Path, timeout_s: float = 1800.0) -> None:
@@ -95,6 +95,7 @@ class EngineProcess:
     def run(self, work: Work) -> Figures:
         """Raises EngineFailedError, after which the process may only be closed."""
         assert self._process is not None and self._process.stdin is not None
+        _signal_group(self._process, signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(asdict(work)).encode() + b"\n")
             self._process.stdin.flush()
@@ -107,14 +108,14 @@ class EngineProcess:
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None
+        _signal_group(process, signal.SIGCONT)
         try:
             process.stdin.close()
             process.wait(_CLOSE_TIMEOUT_S)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             pass
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _signal_group(process, signal.SIGKILL)
             process.wait()
             process.stdout.close()
 
@@ -130,6 +131,7 @@ class EngineProcess:
             if not part:
                 raise EngineFailedError(f"its process ended: {self._end_of_log()}")
             line += part
+        _signal_group(self._process, signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise EngineFailedError(f"{answer['error']} (more in {self._log_file})")
@@ -138,3 +140,8 @@ class EngineProcess:
     def _end_of_log(self) -> str:
         lines = self._log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return "\n".join([str(self._log_file), *lines[-_NUM_LOG_LINES:]])
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(process.pid, number)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.engines.engine import Engine, EngineFailedError, EngineProcess
 from benchmarks.workload import Work
+from tests.support.triton_server import wait_until
 
 WORK = Work([[7, 1], [9, 1]], concurrency=2, max_tokens=4)
 
@@ -40,12 +41,20 @@ def running(tmp_path: Path, timeout_s: float = 60.0, **arguments: Any) -> Iterat
 
 def test_a_process_runs_again_and_again(tmp_path: Path) -> None:
     with running(tmp_path, step_s=0.25) as process:
-        assert process.version == "1.0 on 2"
+        assert process.version.startswith("1.0 on 2, ")
         for _ in range(2):
             figures = process.run(WORK)
             assert (figures.num_output_tokens, figures.elapsed_s, figures.step_s) == (8, 1.0, 0.25)
             assert figures.first_token_s == [7.0, 9.0]
     assert "libraries print what they like" in (tmp_path / "log").read_text()
+
+
+def test_an_engine_that_waits_takes_no_time_from_the_others(tmp_path: Path) -> None:
+    with running(tmp_path) as process:
+        stat = Path(f"/proc/{process.version.split()[-1]}/stat")
+        for _ in range(2):
+            wait_until(lambda: stat.read_text().split()[2] == "T", 10, "the process is stopped")
+            process.run(WORK)
 
 
 @pytest.mark.parametrize(

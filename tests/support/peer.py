@@ -13,7 +13,7 @@ class FakePeer:
     def __init__(self, num_threads: int, step_s: float = 0.5, fault: str = "") -> None:
         if fault == "load":
             raise ValueError("no such model")
-        self.version = f"1.0 on {num_threads}"
+        self.version = f"1.0 on {num_threads}, process {os.getpid()}"
         self._step_s = step_s
         self._fault = fault
 
