@@ -29,7 +29,7 @@ from benchmarks.step_cost import ModelShape
 
 _RESULTS = Path(__file__).with_name("results")
 _SIZES = Sizes(
-    context_lens=[256, 512, 1024, 2048, 4096, 8192 - 32],
+    context_lens=[256, 512, 1024, 2048, 4096, 8192],
     streams=[1, 2, 4, 8, 16, 32, 64, 128, 256],
     prompt_lens=[128, 256, 512, 1024, 2048, 4096],
     prefill_len=1024,

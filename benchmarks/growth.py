@@ -116,9 +116,9 @@ class Growth:
                 along="tokens of context, one stream",
                 what="ms a token",
                 points=sizes.context_lens,
-                # So long that the middle of the output stands at the point.
-                work=lambda point: self._work(1, max(1, point - _NUM_TOKENS // 2 - 1), _NUM_TOKENS),
-                cost=lambda engine, point: self._decode_cost(engine, 1, point),
+                # The output ends at the point: the longest one is all that the model takes.
+                work=lambda point: self._work(1, point - _NUM_TOKENS, _NUM_TOKENS),
+                cost=lambda engine, point: self._decode_cost(engine, 1, point - _NUM_TOKENS // 2),
                 seconds=lambda figures: figures.step_s,
                 shown=lambda _, seconds: 1e3 * seconds,
             ),

@@ -61,7 +61,11 @@ class Field:
             self._results.missing[engine.name] = f"not installed: {what_to_do}"
             return None
         self._say(f"starting {engine.name}")
-        engine.arguments()  # makes its model's files if need be, which is not part of its start
+        try:
+            engine.arguments()  # makes its model's files if need be, which is not part of its start
+        except OSError as error:
+            self._results.missing[engine.name] = f"its model cannot be written: {error}"
+            return None
         process = EngineProcess(engine, self._num_threads, self._logs / f"{engine.name.replace(' ', '-')}.log")
         self._processes.append(process)
         began_s = time.perf_counter()
