@@ -139,4 +139,4 @@ class Field:
     def _give_up(self, process: EngineProcess, error: EngineFailedError) -> None:
         self.stop(process)
         self._results.missing[process.engine.name] = str(error)
-        self._say(f"{process.engine.name} is left out: {error}")
+        self._say(f"{process.engine.name} is left out: {str(error).splitlines()[0]}")
