@@ -23,6 +23,8 @@ constexpr int64_t kMaxTileRows = 4;
 template <int kBits>
 constexpr int64_t kQuadBytes = kWidth * kQuadInputs * kBits / 8;
 
+thread_local Scratch scratch;  // the rounded inputs of the call that this thread makes
+
 int64_t num_columns(int64_t num_outputs) { return (num_outputs + kWidth - 1) / kWidth; }
 
 U32 load_codes(const uint8_t* from) {
@@ -123,44 +125,47 @@ struct Column {
 // sums [kRows][kWidth]: the products of a column with rows of inputs. The order of the sums of a row is the same for
 // every kRows.
 template <int kBits, int64_t kBlockInputs, int64_t kRows>
-void multiply(const Column& column, const GroupedInputs& inputs, int64_t first_row, float* sums) {
+[[gnu::noinline]] void multiply(const Column& column, const GroupedInputs& inputs, int64_t first_row, float* sums) {
+  constexpr int64_t kQuads = kBlockInputs / kQuadInputs;
   const int8_t* values = inputs.values + first_row * inputs.num_inputs;
   const InputBlock* blocks = inputs.blocks + first_row * inputs.num_blocks;
   const uint8_t* codes = column.codes;
   F32 totals[kRows][kParts] = {};
   for (int64_t group = 0; group < column.num_groups; ++group) {
     for (int64_t block = 0; block < column.blocks_per_group; ++block) {
-      DotProducts<kBits> products[kRows][kParts];
-      for (int64_t quad = 0; quad < kBlockInputs / kQuadInputs; ++quad) {
-        for (int64_t part = 0; part < kParts; ++part) {
+#pragma GCC unroll 1
+      for (int64_t part = 0; part < kParts; ++part) {
+        DotProducts<kBits> products[kRows];
+        // Opaque to the compiler: GCC would keep, and spill, the inputs that it reads in every part alike.
+        const int8_t* part_values = values;
+        const InputBlock* part_blocks = blocks;
+        asm("" : "+r"(part_values), "+r"(part_blocks));
+#pragma GCC unroll 1
+        for (int64_t quad = 0; quad < kQuads; ++quad) {
           U32 steps[4];
-          unpack<kBits>(codes, part, steps);
+          unpack<kBits>(codes + quad * kQuadBytes<kBits>, part, steps);
+          const int8_t* quad_values = part_values + quad * kQuadInputs;
           for (int64_t row = 0; row < kRows; ++row) {
-            const int8_t* row_values = values + row * inputs.num_inputs;
-            products[row][part].add(steps[0], steps[1], row_values);
-            products[row][part].add(steps[2], steps[3], row_values + 8);
+            products[row].add(steps[0], steps[1], quad_values + row * inputs.num_inputs);
+            products[row].add(steps[2], steps[3], quad_values + row * inputs.num_inputs + 8);
           }
         }
-        codes += kQuadBytes<kBits>;
-        values += kQuadInputs;
-      }
-      for (int64_t part = 0; part < kParts; ++part) {
         const F32 scales = load_half(column.scales + group * kWidth + part * kLanes);
         for (int64_t row = 0; row < kRows; ++row) {
-          const InputBlock& input = blocks[row * inputs.num_blocks];
-          const F32 product = __builtin_convertvector(products[row][part].sums() + input.start, F32);
+          const InputBlock& input = part_blocks[row * inputs.num_blocks];
+          const F32 product = __builtin_convertvector(products[row].sums() + input.start, F32);
           totals[row][part] = fma(product, scales * input.scale, totals[row][part]);
         }
-      }
-      if (column.offsets != nullptr) {
-        for (int64_t part = 0; part < kParts; ++part) {
+        if (column.offsets != nullptr) {
           const F32 offsets = load_half(column.offsets + group * kWidth + part * kLanes);
           for (int64_t row = 0; row < kRows; ++row) {
             totals[row][part] =
-                fma(offsets, broadcast(blocks[row * inputs.num_blocks].offset_factor), totals[row][part]);
+                fma(offsets, broadcast(part_blocks[row * inputs.num_blocks].offset_factor), totals[row][part]);
           }
         }
       }
+      codes += kQuads * kQuadBytes<kBits>;
+      values += kBlockInputs;
       ++blocks;
     }
   }
@@ -169,7 +174,19 @@ void multiply(const Column& column, const GroupedInputs& inputs, int64_t first_r
   }
 }
 
-using Multiply = void (*)(const Column&, const GroupedInputs&, int64_t first_row, float* sums);
+// Multiplies the next `count` rows, or as many as a tile of kRows holds, and returns how many. A tile may reach beyond
+// them, into the rows of zeros, but not by half: then a smaller tile does.
+template <int kBits, int64_t kBlockInputs, int64_t kRows>
+int64_t multiply_tile(const Column& column, const GroupedInputs& inputs, int64_t first_row, int64_t count,
+                      float* sums) {
+  if constexpr (kRows > 1) {
+    if (count <= kRows / 2) {
+      return multiply_tile<kBits, kBlockInputs, kRows / 2>(column, inputs, first_row, count, sums);
+    }
+  }
+  multiply<kBits, kBlockInputs, kRows>(column, inputs, first_row, sums);
+  return count < kRows ? count : kRows;
+}
 
 // Some rows of a call and some columns of the weight are multiplied at a time, so that a column's codes are read from
 // memory once for all of these rows, and these rows' inputs stay in the cache from column to column.
@@ -188,7 +205,6 @@ void store_outputs(const GroupedWeight& weight, int64_t column, const float* sum
 template <int kBits, int64_t kBlockInputs>
 void apply_as(const GroupedWeight& weight, const float* x, int64_t x_stride, int64_t num_rows, float* y,
               int64_t y_stride) {
-  static thread_local Scratch scratch;
   const int64_t num_inputs = weight.num_inputs;
   const int32_t middle = weight.offsets == nullptr ? 1 << (kBits - 1) : 0;
   const GroupedInputs inputs = quantize_rows(x, x_stride, num_rows, num_inputs, kBlockInputs,
@@ -210,18 +226,8 @@ void apply_as(const GroupedWeight& weight, const float* x, int64_t x_stride, int
       const int64_t end_row = num_rows - row < block_rows ? num_rows : row + block_rows;
       while (row < end_row) {
         float sums[kMaxTileRows * kWidth];
-        int64_t count = end_row - row;
-        if (count == 1) {
-          multiply<kBits, kBlockInputs, 1>(packed, inputs, row, sums);
-        } else if (count == 2) {
-          multiply<kBits, kBlockInputs, 2>(packed, inputs, row, sums);
-        } else if (count <= 4 || kMaxTileRows == 4) {
-          multiply<kBits, kBlockInputs, 4>(packed, inputs, row, sums);
-          if (count > 4) count = 4;
-        } else {
-          multiply<kBits, kBlockInputs, kMaxTileRows>(packed, inputs, row, sums);
-          if (count > kMaxTileRows) count = kMaxTileRows;
-        }
+        const int64_t count =
+            multiply_tile<kBits, kBlockInputs, kMaxTileRows>(packed, inputs, row, end_row - row, sums);
         for (int64_t i = 0; i < count; ++i) {
           store_outputs(weight, column, sums + i * kWidth, y + (row + i) * y_stride);
         }

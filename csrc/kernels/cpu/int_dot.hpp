@@ -81,6 +81,8 @@ inline void DotProducts<kBits>::add(U32 codes, U32 next_codes, const int8_t* inp
         _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes, x), _mm256_maddubs_epi16((__m256i)next_codes, next_x));
     sums = kBits == 4 ? _mm256_add_epi16(sums, pairs) : _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
   }
+  // Opaque to the compiler: GCC would collect all products of a block before it adds them, and spill them meanwhile.
+  asm("" : "+x"(sums));
   sums_ = (I32)sums;
 }
 
