@@ -34,24 +34,25 @@ static inline void with_row_count(int64_t num_rows, const Body& body) {
   }
 }
 
-// How many vectors stand beside each other in registers: few rows need more of them to keep the units busy.
-template <int64_t kRows>
-inline constexpr int64_t kVectors = kRows * 2 <= kMaxRows ? 4 : 2;
+// How many vectors of T stand beside each other in registers: few rows need more of them to keep the units busy, and
+// packed keys need registers to be unpacked in.
+template <int64_t kRows, typename T>
+inline constexpr int64_t kVectors = kRows * (kPacked<T> == 1 ? 2 : 3) <= kMaxRows ? 4 : 2;
 
 // scores[r][...] = query row r · the keys of kVectors vectors. query: [dim][kRows]; keys[v]: the first kPacked<T>
 // elements of kLanes keys, the next ones `stride` elements further; scores: rows kKeyTile apart.
 template <int64_t kRows, typename T>
 static inline void score_keys(const float* query, const T* const* keys, int64_t stride, int64_t dim, float* scores) {
-  F32 sums[kRows][kVectors<kRows>] = {};
+  F32 sums[kRows][kVectors<kRows, T>] = {};
   const auto add = [&](auto place, int64_t offset, const float* weights) {
-    F32 key[kVectors<kRows>];
+    F32 key[kVectors<kRows, T>];
 #pragma GCC unroll 4
-    for (int64_t v = 0; v < kVectors<kRows>; ++v) key[v] = unpack<decltype(place)::value>(keys[v] + offset);
+    for (int64_t v = 0; v < kVectors<kRows, T>; ++v) key[v] = unpack<decltype(place)::value>(keys[v] + offset);
 #pragma GCC unroll 16
     for (int64_t r = 0; r < kRows; ++r) {
       const F32 weight = broadcast(weights[r]);
 #pragma GCC unroll 4
-      for (int64_t v = 0; v < kVectors<kRows>; ++v) sums[r][v] = fma(weight, key[v], sums[r][v]);
+      for (int64_t v = 0; v < kVectors<kRows, T>; ++v) sums[r][v] = fma(weight, key[v], sums[r][v]);
     }
   };
   for (int64_t d = 0, offset = 0; d < dim; d += kPacked<T>, offset += stride) {
@@ -65,7 +66,7 @@ static inline void score_keys(const float* query, const T* const* keys, int64_t 
 #pragma GCC unroll 16
   for (int64_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int64_t v = 0; v < kVectors<kRows>; ++v) store(sums[r][v], scores + r * kKeyTile + v * kLanes);
+    for (int64_t v = 0; v < kVectors<kRows, T>; ++v) store(sums[r][v], scores + r * kKeyTile + v * kLanes);
   }
 }
 

@@ -16,7 +16,6 @@ template <typename T>
 inline constexpr int64_t kPacked = 4 / static_cast<int64_t>(sizeof(T));
 
 typedef uint16_t U16 __attribute__((vector_size(kLanes * 2)));
-typedef int8_t I8 __attribute__((vector_size(kLanes)));
 
 // Of kLanes words of packed elements, the one in place `kPlace` of each word.
 template <int64_t kPlace>
@@ -47,10 +46,19 @@ static inline F32 load_elements(const uint16_t* from) {
   return (F32)(__builtin_convertvector(bits, U32) << 16);
 }
 
+// GCC 12 widens bytes one by one where it isn't told the instruction, and warns of its own header but for `maskz`.
 static inline F32 load_elements(const int8_t* from) {
-  I8 bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  return __builtin_convertvector(__builtin_convertvector(bytes, I32), F32);
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector((I32)_mm512_maskz_cvtepi8_epi32(0xFFFF, bytes), F32);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector((I32)_mm256_cvtepi8_epi32(bytes), F32);
+#else
+  F32 elements;
+  for (int64_t lane = 0; lane < kLanes; ++lane) elements[lane] = static_cast<float>(from[lane]);
+  return elements;
+#endif
 }
 
 static inline float to_float(float element) { return element; }

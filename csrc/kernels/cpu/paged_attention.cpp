@@ -280,7 +280,7 @@ class TileKernel {
   void score(const Element* const* keys, int64_t stride) {
     for_each_panel([&](int64_t row, int64_t count, KeyRange range) {
       with_row_count(count, [&](auto rows) {
-        constexpr int64_t kRows = decltype(rows)::value, kWidth = kVectors<kRows> * kLanes;
+        constexpr int64_t kRows = decltype(rows)::value, kWidth = kVectors<kRows, Element> * kLanes;
         for (int64_t key = range.begin / kWidth * kWidth; key < range.end; key += kWidth) {
           score_keys<kRows>(query_ + row * attend_.cache.key_dim, keys + key / kLanes, stride, attend_.cache.key_dim,
                             scores_ + row * kKeyTile + key);
@@ -306,7 +306,7 @@ class TileKernel {
   void sum_values(const Element* const* values, const Gathered& gathered) {
     for_each_panel([&](int64_t row, int64_t count, KeyRange range) {
       with_row_count(count, [&](auto rows) {
-        constexpr int64_t kRows = decltype(rows)::value, kWidth = kVectors<kRows>;
+        constexpr int64_t kRows = decltype(rows)::value, kWidth = kVectors<kRows, Element>;
         const float* weights = scores_ + row * kKeyTile;
         float* out = gathered.values + row * padded_value_dim_;
         int64_t d = 0;
