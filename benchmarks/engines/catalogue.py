@@ -75,6 +75,8 @@ def _deepinfer(family: str, weights: Weights) -> Engine:
         return {
             "model": str(_model_of(weights) if weights in ("8-bit", "4-bit") else float_folder()),
             "dtype": _DTYPES.get(weights, "auto"),
+            # Said, so that what a step reads is known; peers keep 16 bits too.
+            "kv_cache_dtype": "float32" if weights == "f32" else "bfloat16",
             "max_num_seqs": _MAX_NUM_SEQS,
             "enable_prefix_caching": False,
         }
@@ -83,7 +85,7 @@ def _deepinfer(family: str, weights: Weights) -> Engine:
         family,
         weights,
         _DEEPINFER_WORKERS[family],
-        kv_bytes=4 if weights == "f32" or not (weights == "bf16" or machine_has_bfloat16()) else 2,
+        kv_bytes=4 if weights == "f32" else 2,
         arguments=arguments,
         missing=lambda: None,
         python=_own_python,

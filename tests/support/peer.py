@@ -10,7 +10,9 @@ from benchmarks.workload import Figures, Work
 
 
 class FakePeer:
-    def __init__(self, num_threads: int, step_s: float = 0.5, fault: str = "") -> None:
+    def __init__(
+        self, num_threads: int, step_s: float = 0.5, fault: str = "", enable_prefix_caching: bool = False
+    ) -> None:
         if fault == "load":
             raise ValueError("no such model")
         self.version = f"1.0 on {num_threads}, process {os.getpid()}"
