@@ -28,6 +28,7 @@ from benchmarks.results import Results
 from benchmarks.step_cost import ModelShape
 
 _RESULTS = Path(__file__).with_name("results")
+_REPORT_WIDTH = 100  # headings are cut in less
 _SIZES = Sizes(
     context_lens=[256, 512, 1024, 2048, 4096, 8192],
     streams=[1, 2, 4, 8, 16, 32, 64, 128, 256],
@@ -36,7 +37,8 @@ _SIZES = Sizes(
     prefix_len=1000,
     num_runs=3,
 )
-_QUICK_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
+_QUICK_REPORT_WIDTH = 100  # headings are cut in less
+_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
 
 
 def main(
@@ -104,7 +106,7 @@ def _publish(results: Results, folder: Path, console: Console) -> None:
     from benchmarks.plots import draw_all
 
     folder.mkdir(parents=True, exist_ok=True)
-    print_report(results, console)
+    print_report(results, Console(width=max(console.width, _REPORT_WIDTH)))
     results.write(folder / "results.json")
     (folder / "tables.md").write_text(markdown_report(results), encoding="utf-8")
     files = draw_all(results, folder)

@@ -42,7 +42,8 @@ def _against_limits(results: Results) -> Iterator[Goal]:
         0.60,
         _of_row(results, weights, 32, lambda row: row.share_of_limit),
     )
-    yield Goal("prefill of 1,024 tokens ÷ matrix-product limit", True, 0.60, results.shares.get(PREFILL_SHARE))
+    prefill = PREFILL_SHARE.format(1024)
+    yield Goal(prefill, True, 0.60, results.shares.get(prefill))
 
 
 def _against_peers(results: Results) -> Iterator[Goal]:
@@ -71,9 +72,8 @@ def _of_ours(results: Results) -> Iterator[Goal]:
     served, offline = (results.row(family, weights, 32) for family in ("deepinfer-triton", "deepinfer"))
     ratio = served.speedup_over(offline) if served and offline else None
     yield Goal("through Triton ÷ offline, 32 streams", True, 0.95, ratio)
-    yield Goal(
-        "time to first token with a shared 1,000-token prefix ÷ without", False, 0.1, results.shares.get(PREFIX_RATIO)
-    )
+    prefix = PREFIX_RATIO.format(1000)
+    yield Goal(prefix, False, 0.1, results.shares.get(prefix))
     starts = [engine.start_s for engine in results.engines if engine.name == f"deepinfer {weights}"]
     yield Goal("start of the process to the first token, s", False, START_GOAL_S, starts[0] if starts else None)
 

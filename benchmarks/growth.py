@@ -14,8 +14,8 @@ from benchmarks.results import Curve, Results
 from benchmarks.step_cost import Cost, ModelShape, decode_cost, prefill_cost
 from benchmarks.workload import Figures, Work, make_prompts, median_ratio
 
-PREFILL_SHARE = "prefill ÷ matrix-product limit"
-PREFIX_RATIO = "first token with a shared prefix ÷ without"
+PREFILL_SHARE = "prefill of {:,} tokens ÷ matrix-product limit"
+PREFIX_RATIO = "time to first token with a shared {:,}-token prefix ÷ without"
 
 _NUM_TOKENS = 32
 _SHORT_PROMPT_LEN = 32
@@ -91,7 +91,7 @@ class Growth:
             if figures := self._field.run(process, Work([prompt], concurrency=1, max_tokens=1)):
                 shares.append(least_s / figures.first_token_s[0])
         if shares:
-            self._results.shares[PREFILL_SHARE] = statistics.median(shares)
+            self._results.shares[PREFILL_SHARE.format(sizes.prefill_len)] = statistics.median(shares)
 
     def add_prefix_ratio(self, like: Engine, sizes: Sizes) -> None:
         """Two prompts that begin alike, one after the other: the second finds the first one's blocks."""
@@ -108,7 +108,7 @@ class Growth:
                 with_s.append(figures.first_token_s[1])
         self._field.stop(process)
         if with_s:
-            self._results.shares[PREFIX_RATIO] = median_ratio(with_s, without_s)
+            self._results.shares[PREFIX_RATIO.format(sizes.prefix_len)] = median_ratio(with_s, without_s)
 
     def _sweeps(self, sizes: Sizes) -> list[_Sweep]:
         return [

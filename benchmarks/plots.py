@@ -11,6 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatter
 
 from benchmarks.results import Curve, Results, Row
 
@@ -76,6 +78,7 @@ def _roofline(axes: Axes, results: Results) -> None:
             label=engine,
         )
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
+    _write_numbers(axes.xaxis, axes.yaxis)
     axes.set_title(f"Decode steps under the machine's roof ({limits.bandwidth / 1e9:.0f} GB/s)")
 
 
@@ -100,6 +103,7 @@ def _latency_throughput(axes: Axes, results: Results) -> None:
                 color=_COLORS[family],
             )
     axes.set(xscale="log", yscale="log", xlabel="ms from one token of a stream to the next (median)")
+    _write_numbers(axes.xaxis, axes.yaxis)
     axes.set_ylabel("output tokens/s of all streams, prefill counted")
     axes.set_title("Latency and throughput; the numbers are concurrent streams")
 
@@ -118,10 +122,25 @@ def _growth(axes: Axes, curves: list[Curve]) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    _write_numbers(axes.yaxis)
     points = sorted({point for curve in curves for point in curve.points})
     axes.set_xticks(points, [f"{point:,}" for point in points])
     axes.set(xlabel=curves[0].along, ylabel=curves[0].what)
     axes.set_title("Dotted: reading memory and matrix products alone, one after the other")
+
+
+class _PlainNumbers(LogFormatter):  # type: ignore[misc]
+    """200, not 2×10²."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def _write_numbers(*scales: Axis) -> None:
+    """Between powers of ten only where there are few of those."""
+    for scale in scales:
+        scale.set_major_formatter(_PlainNumbers(labelOnlyBase=False))
+        scale.set_minor_formatter(_PlainNumbers(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def _by_engine(results: Results) -> dict[str, list[Row]]:

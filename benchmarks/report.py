@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -27,9 +28,9 @@ class TextTable:
         return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
     def rich(self) -> Table:
-        table = Table(title=self.title)
+        table = Table(title=self.title, box=SIMPLE)
         for index, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if index else "left")
+            table.add_column(heading, justify="right" if index else "left", no_wrap=heading == "engine")
         for cells in self.rows:
             table.add_row(*cells)
         return table
@@ -83,8 +84,8 @@ def _limits(results: Results) -> TextTable:
 
 
 def _engines(results: Results, concurrency: int) -> TextTable:
-    headings = ["engine", "output tokens/s", "ours ÷ it", "first token, ms", "decode step, ms"]
-    headings += ["memory limit ÷ step", "(compute + memory limit) ÷ step", "device idle"]
+    headings = ["engine", "tokens per s", "ours ÷ it", "first token, ms", "step, ms"]
+    headings += ["memory ÷ step", "limit ÷ step", "device idle"]
     rows = [list(_engine_cells(results, row)) for row in results.rows if row.concurrency == concurrency]
     return TextTable(f"{concurrency} {'stream' if concurrency == 1 else 'streams'}", headings, rows)
 
@@ -118,7 +119,9 @@ def _goals(results: Results) -> TextTable:
         ]
         for goal in goals(results)
     ]
-    return TextTable("Goals", ["", "goal", "reached", "met"], rows)
+    return TextTable(
+        f"Goals, {results.prompt_len} tokens in, {results.max_tokens} out", ["", "goal", "reached", "met"], rows
+    )
 
 
 def _missing(results: Results) -> TextTable:

@@ -59,7 +59,7 @@ def test_goals_take_the_fastest_of_a_peers_ways() -> None:
     add_engine(results, "deepinfer", [300.0])
     add_engine(results, "llama.cpp", [100.0])
     add_engine(results, "llama.cpp-server", [150.0])
-    results.shares[PREFIX_RATIO] = 0.2
+    results.shares[PREFIX_RATIO.format(1000)] = 0.2
     reached = {goal.what: goal for goal in goals(results)}
     against_llama_cpp = reached["output tokens/s ÷ llama.cpp, its faster of bench and server, bf16, 1 stream"]
     assert against_llama_cpp.reached == 2.0
@@ -94,7 +94,7 @@ def test_a_file_of_results_is_read_as_it_was_written(tmp_path: Path) -> None:
     add_engine(results, "deepinfer", [100.0, 110.0])
     results.curves.append(Curve("streams", "tokens/s", "deepinfer bf16", [1, 2], [100.0, 190.0], [150.0, 300.0]))
     results.missing["vllm bf16"] = "not installed"
-    results.shares[PREFIX_RATIO] = 0.1
+    results.shares[PREFIX_RATIO.format(1000)] = 0.1
     results.write(tmp_path / "results.json")
     assert Results.read(tmp_path / "results.json") == results
 
