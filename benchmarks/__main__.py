@@ -37,8 +37,7 @@ _SIZES = Sizes(
     prefix_len=1000,
     num_runs=3,
 )
-_QUICK_REPORT_WIDTH = 100  # headings are cut in less
-_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
+_QUICK_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
 
 
 def main(
