@@ -15,7 +15,7 @@ def _load() -> Any:
     spec = importlib.util.find_spec("deepinfer_backend._kernels")
     if spec is None or spec.origin is None:
         raise ImportError("deepinfer_backend._kernels is not built: install the package")
-    torch.ops.load_library(spec.origin)
+    torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
     return torch.ops.deepinfer
 
 

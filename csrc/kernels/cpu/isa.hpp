@@ -25,25 +25,25 @@ enum class Isa { kPortable, kAvx2, kAvx512 };  // kAvx512: with BW, DQ, VL, VNNI
 // Declares `name()`, the table of function pointers (a struct `Type`) for the current instruction set. A kernel's .cpp
 // defines it, in each of the namespaces: `const Type name = {...}` (with extern before it).
 #if DEEPINFER_HAS_X86_ISAS
-#define DEEPINFER_KERNEL_TABLE(Type, name)                                        \
-  namespace portable {                                                            \
-  extern const Type name;                                                         \
-  }                                                                               \
-  namespace avx2 {                                                                \
-  extern const Type name;                                                         \
-  }                                                                               \
-  namespace avx512 {                                                              \
-  extern const Type name;                                                         \
-  }                                                                               \
-  [[nodiscard]] inline const Type& name() {                                       \
-    const Isa isa = current_isa();                                                \
+#define DEEPINFER_KERNEL_TABLE(Type, name)                                                       \
+  namespace portable {                                                                           \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  namespace avx2 {                                                                               \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  namespace avx512 {                                                                             \
+  extern const Type name;                                                                        \
+  }                                                                                              \
+  [[nodiscard]] inline const Type& name() {                                                      \
+    const Isa isa = current_isa();                                                               \
     return isa == Isa::kAvx512 ? avx512::name : isa == Isa::kAvx2 ? avx2::name : portable::name; \
   }
 #else
-#define DEEPINFER_KERNEL_TABLE(Type, name)                            \
-  namespace portable {                                                \
-  extern const Type name;                                             \
-  }                                                                   \
+#define DEEPINFER_KERNEL_TABLE(Type, name) \
+  namespace portable {                     \
+  extern const Type name;                  \
+  }                                        \
   [[nodiscard]] inline const Type& name() { return portable::name; }
 #endif
 
