@@ -29,3 +29,9 @@ def test_only_the_triton_folder_knows_triton() -> None:
 def test_core_includes_no_torch() -> None:
     for path in (ROOT / "csrc" / "engine").iterdir():
         assert "torch" not in path.read_text(encoding="utf-8"), path
+
+
+@pytest.mark.parametrize("folder", ["decoder", "kernels"])
+def test_only_the_registration_of_kernels_includes_torch(folder: str) -> None:
+    for path in (ROOT / "csrc" / folder).rglob("*pp"):
+        assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text(encoding="utf-8")), path

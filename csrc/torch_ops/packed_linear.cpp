@@ -5,6 +5,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "torch_ops/classes.hpp"
+
 namespace deepinfer {
 
 namespace {
@@ -54,8 +56,8 @@ at::Tensor merge_biases(const std::vector<std::optional<at::Tensor>>& biases, co
   return has_bias ? at::cat(parts) : at::Tensor();
 }
 
-TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
-  m.class_<PackedLinear>("PackedLinear")
+void define_packed_linear(torch::Library& library) {
+  library.class_<PackedLinear>("PackedLinear")
       .def(torch::init(&pack_dense), "", {torch::arg("weights"), torch::arg("biases")})
       .def_static("from_groups", &pack_groups)
       .def("forward", &forward)

@@ -32,12 +32,11 @@ from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidReques
 from deepinfer_backend.models.adapter_cache import AdapterCache
 from deepinfer_backend.models.loader import (
     load_generation_config,
-    load_model,
     resolve_dtype,
     resolve_model,
     resolve_tokenizer,
 )
-from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
+from deepinfer_backend.models.runnable_model import load_runnable_model
 from deepinfer_backend.worker.device import open_stream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
@@ -72,7 +71,7 @@ class LLMEngine:
         # OpenMP would count two teams, more threads than cores, and send the device's to sleep between any two
         # operations (20 ms a step on two cores).
         model = self.stream.submit(
-            lambda: TransformersModel(load_model(model_path, dtype, device, ATTENTION_NAME))
+            lambda: load_runnable_model(model_path, dtype, device, has_adapters=bool(config.lora_modules))
         ).result()
         block_size = resolve_block_size(config.block_size, device)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +111,18 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
+def load_config(path: Path) -> Any:
+    """transformers' configuration of the model in folder `path`.
+
+    Raises:
+        UnsupportedModelError: transformers has no such architecture, or a value in it is wrong.
+    """
+    from transformers import AutoConfig
+
+    with _load_errors(path):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str) -> torch.nn.Module:
     """The causal language model in folder `path`, on `device`, in evaluation mode and without gradients.
 
@@ -120,20 +134,17 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, attn_implem
     from deepinfer_backend.models.library_bars import report_loading
 
     write_float32_weights(path)
-    with show_progress(f"Loading {path.name}") as advance, report_loading(advance):
-        try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                device_map={"": device},
-                attn_implementation=attn_implementation,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except (ValueError, KeyError, ImportError, OSError, RuntimeError) as error:
-            raise UnsupportedModelError(_describe_load_error(path, error)) from error
+    with show_progress(f"Loading {path.name}") as advance, report_loading(advance), _load_errors(path):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     # transformers would go on with random numbers in their place.
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModelError(f"{path} lacks {len(missing)} of the model's weights, such as {missing[0]}")
@@ -250,7 +261,14 @@ def _download(field: str, hub_id: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def _describe_load_error(path: Path, error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return f"{path} needs code of its own (auto_map in config.json), which is never run"
-    return f"{path} cannot be loaded: {one_line(error)}"
+@contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    """Whatever transformers cannot load is the folder's fault, and says so."""
+    try:
+        yield
+    except (ValueError, KeyError, ImportError, OSError, RuntimeError) as error:
+        if "trust_remote_code" in str(error):
+            message = f"{path} needs code of its own (auto_map in config.json), which is never run"
+        else:
+            message = f"{path} cannot be loaded: {one_line(error)}"
+        raise UnsupportedModelError(message) from error

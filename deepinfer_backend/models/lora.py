@@ -58,9 +58,9 @@ class LoraLayers:
     Whatever computes (`load`, `unload`, and `set_step` before the model is called) runs on the device's stream.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = device
         self._layers: dict[str, _LoraLinear] = {}
         self._step = _CurrentStep()
 

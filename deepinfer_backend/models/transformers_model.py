@@ -122,7 +122,7 @@ class TransformersModel:
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
         self.hidden_size = int(module.get_input_embeddings().embedding_dim)  # type: ignore[operator]
-        self.lora = LoraLayers(module)
+        self.lora = LoraLayers(module, self.device)
         self._hidden_states: torch.Tensor | None = None
         # What the output layer is given: the last hidden states of the rows that it is asked for.
         module.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_states)  # type: ignore[operator]

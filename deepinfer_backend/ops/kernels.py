@@ -30,3 +30,8 @@ of GroupedMatrix (models/weights.py) of the same bits and group_size; scales and
 rounded to 8 bits for each group of 32. forward(x [.., num_inputs] float32) returns [.., num_outputs]; apply_to(x, y)
 writes into the rows of y. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
 """
+
+Decoder: Any = torch.classes.deepinfer.Decoder
+"""A model of the Llama family, a step in one call: Decoder(hidden_size, …, output_layer), `add_layer` for each layer,
+then `forward` for each step. csrc/torch_ops/decoder_ops.cpp has arguments and shapes.
+"""

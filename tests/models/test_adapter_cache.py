@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, path: Path, adapters: dict[str, str], max_loras: int, max_lora_rank: int) -> None:
         self._stream = CpuStream()
         module = load_model(path, torch.float32, CPU, ATTENTION_NAME)
-        self._layers = LoraLayers(module)
+        self._layers = LoraLayers(module, torch.device("cpu"))
         self._model = TransformersModel(module)
         self.cache = AdapterCache(
             self._layers,

@@ -41,7 +41,7 @@ class Model:
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         self.module = load_model(path, dtype, CPU, ATTENTION_NAME)
-        self.layers = LoraLayers(self.module)
+        self.layers = LoraLayers(self.module, torch.device("cpu"))
         self._model = TransformersModel(self.module)
 
     def load(self, lora_id: int, folder: Path) -> None:

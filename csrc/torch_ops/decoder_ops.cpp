@@ -1,0 +1,218 @@
+// torch.classes.deepinfer.Decoder: a whole step of a model of the Llama family in one call.
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "decoder/decoder.hpp"
+#include "torch_ops/classes.hpp"
+#include "torch_ops/layer_cache.hpp"
+#include "torch_ops/packed_linear.hpp"
+
+namespace deepinfer {
+
+namespace {
+
+using at::Tensor;
+using LinearPtr = c10::intrusive_ptr<PackedLinear>;
+
+class PackedLinearProduct final : public Linear {
+ public:
+  explicit PackedLinearProduct(LinearPtr linear) : linear_(std::move(linear)) {}
+  int64_t num_outputs() const override { return linear_->num_outputs(); }
+  int64_t num_inputs() const override { return linear_->num_inputs(); }
+  void apply(const float* x, int64_t num_rows, float* y, int64_t y_stride) const override {
+    linear_->apply(x, num_inputs(), num_rows, y, y_stride);
+  }
+
+ private:
+  LinearPtr linear_;
+};
+
+Projection projection(const char* name, const std::vector<LinearPtr>& parts, int64_t num_inputs, int64_t num_outputs) {
+  Projection result;
+  for (const LinearPtr& part : parts) {
+    TORCH_CHECK_VALUE(part->num_inputs() == num_inputs, name, " takes ", part->num_inputs(), " inputs: must be ",
+                      num_inputs);
+    result.parts.push_back(std::make_shared<PackedLinearProduct>(part));
+  }
+  TORCH_CHECK_VALUE(result.num_outputs() == num_outputs, name, " has ", result.num_outputs(), " outputs: must be ",
+                    num_outputs);
+  return result;
+}
+
+void check_tensor(const char* name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous() && tensor.device().is_cpu(),
+      name, " is ", tensor.toString(), " ", tensor.sizes(), ": must be contiguous ", dtype, " ", shape, " on the CPU");
+}
+
+const float* vector_data(const char* name, const Tensor& vector, int64_t size) {
+  check_tensor(name, vector, at::kFloat, {size});
+  return vector.const_data_ptr<float>();
+}
+
+// Of a tensor whose elements must be 0 to limit - 1.
+const int64_t* indices(const char* name, const Tensor& tensor, int64_t limit) {
+  const int64_t count = tensor.numel();
+  check_tensor(name, tensor, at::kLong, {count});
+  const int64_t* data = tensor.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_VALUE(data[i] >= 0 && data[i] < limit, name, " has ", data[i], ": must be 0 to ", limit - 1);
+  }
+  return data;
+}
+
+// [num_rows, size] of a buffer that grows to the most rows asked for. Views of a smaller one keep that one alive.
+Tensor first_rows(Tensor& buffer, int64_t num_rows, int64_t size) {
+  if (!buffer.defined() || buffer.size(0) < num_rows) buffer = at::empty({num_rows, size}, at::kFloat);
+  return buffer.narrow(0, 0, num_rows);
+}
+
+// Built layer by layer, then run. Keeps what it is given, whose contents do not change any more.
+class DecoderModule : public torch::CustomClassHolder {
+ public:
+  DecoderModule(int64_t hidden_size, int64_t intermediate_size, int64_t num_heads, int64_t num_kv_heads,
+                int64_t head_dim, double attention_scale, const Tensor& inv_freq, double rotary_scaling,
+                double rms_norm_eps, const Tensor& embedding, const Tensor& final_norm,
+                const std::vector<LinearPtr>& output_layer)
+      : kept_{embedding, final_norm}, vocab_size_(embedding.size(0)) {
+    for (const auto& [name, value] : {std::pair{"hidden_size", hidden_size},
+                                      {"intermediate_size", intermediate_size},
+                                      {"num_heads", num_heads},
+                                      {"num_kv_heads", num_kv_heads},
+                                      {"head_dim", head_dim}}) {
+      TORCH_CHECK_VALUE(value > 0, name, " is ", value, ": must be at least 1");
+    }
+    TORCH_CHECK_VALUE(num_heads % num_kv_heads == 0, "num_heads is ", num_heads,
+                      ": must be a multiple of num_kv_heads, ", num_kv_heads);
+    TORCH_CHECK_VALUE(2 * inv_freq.numel() <= head_dim, "inv_freq has ", inv_freq.numel(),
+                      " elements: must be at most half of head_dim, ", head_dim);
+    const bool is_bfloat16 = embedding.scalar_type() == at::kBFloat16;
+    check_tensor("embedding", embedding, is_bfloat16 ? at::kBFloat16 : at::kFloat, {vocab_size_, hidden_size});
+    const float* frequencies = vector_data("inv_freq", inv_freq, inv_freq.numel());
+    decoder_ = std::make_unique<Decoder>(
+        DecoderConfig{hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim,
+                      static_cast<float>(attention_scale),
+                      std::vector<float>(frequencies, frequencies + inv_freq.numel()),
+                      static_cast<float>(rotary_scaling), static_cast<float>(rms_norm_eps)},
+        DecoderEnds{is_bfloat16 ? cpu::DType::kBFloat16 : cpu::DType::kFloat32, embedding.const_data_ptr(),
+                    vector_data("final_norm", final_norm, hidden_size),
+                    projection("output_layer", output_layer, hidden_size, vocab_size_)});
+  }
+
+  void add_layer(const std::vector<LinearPtr>& qkv, const std::vector<LinearPtr>& output,
+                 const std::vector<LinearPtr>& gate_up, const std::vector<LinearPtr>& down, const Tensor& input_norm,
+                 const Tensor& post_attention_norm, const std::optional<Tensor>& query_norm,
+                 const std::optional<Tensor>& key_norm, int64_t window) {
+    TORCH_CHECK_VALUE(window >= 0, "window is ", window, ": must be at least 0");
+    const DecoderConfig& config = decoder_->config();
+    const auto head_norm = [&config](const char* name, const std::optional<Tensor>& weight) {
+      return weight ? vector_data(name, *weight, config.head_dim) : nullptr;
+    };
+    decoder_->add_layer({projection("qkv", qkv, config.hidden_size, config.qkv_size()),
+                         projection("output", output, config.query_size(), config.hidden_size),
+                         projection("gate_up", gate_up, config.hidden_size, 2 * config.intermediate_size),
+                         projection("down", down, config.intermediate_size, config.hidden_size),
+                         vector_data("input_norm", input_norm, config.hidden_size),
+                         vector_data("post_attention_norm", post_attention_norm, config.hidden_size),
+                         head_norm("query_norm", query_norm), head_norm("key_norm", key_norm), window});
+    kept_.insert(kept_.end(), {input_norm, post_attention_norm});
+    for (const auto& norm : {query_norm, key_norm}) {
+      if (norm) kept_.push_back(*norm);
+    }
+  }
+
+  // token_ids, positions, slot_mapping [num_tokens] int64; block_tables [num_seqs, max_blocks], seq_lens [num_seqs],
+  // query_start_loc [num_seqs + 1] int32; keys, values and their scales (empty lists unless the cache is int8), one for
+  // each layer as `layer_cache_of` takes them; logits_indices [num_logits] int64 → logits [num_logits, vocab_size] and
+  // hidden_states [num_logits, hidden_size], what the output layer was given, both float32.
+  //
+  // Both are views of memory that the next forward writes again: whoever reads them is done by then.
+  std::tuple<Tensor, Tensor> forward(const Tensor& token_ids, const Tensor& positions, const Tensor& block_tables,
+                                     const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& slot_mapping,
+                                     const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+                                     const std::vector<Tensor>& key_scales, const std::vector<Tensor>& value_scales,
+                                     const Tensor& logits_indices) {
+    const int64_t num_tokens = token_ids.numel(), num_seqs = seq_lens.numel(), num_logits = logits_indices.numel();
+    check_tensor("positions", positions, at::kLong, {num_tokens});
+    check_tensor("slot_mapping", slot_mapping, at::kLong, {num_tokens});
+    check_tensor("seq_lens", seq_lens, at::kInt, {num_seqs});
+    check_tensor("query_start_loc", query_start_loc, at::kInt, {num_seqs + 1});
+    TORCH_CHECK_VALUE(block_tables.scalar_type() == at::kInt && block_tables.dim() == 2 &&
+                          block_tables.size(0) == num_seqs && block_tables.stride(1) == 1,
+                      "block_tables is ", block_tables.toString(), " ", block_tables.sizes(), ": must be int32 [",
+                      num_seqs, ", max_blocks], rows contiguous");
+    take_caches(keys, values, key_scales, value_scales);
+    const DecoderStep step{indices("token_ids", token_ids, vocab_size_),
+                           positions.const_data_ptr<int64_t>(),
+                           {num_seqs, num_tokens, block_tables.const_data_ptr<int32_t>(), block_tables.stride(0),
+                            seq_lens.const_data_ptr<int32_t>(), query_start_loc.const_data_ptr<int32_t>(),
+                            slot_mapping.const_data_ptr<int64_t>()},
+                           caches_.data(),
+                           indices("logits_indices", logits_indices, num_tokens),
+                           num_logits};
+    const Tensor logits = first_rows(logits_, num_logits, vocab_size_);
+    const Tensor hidden_states = first_rows(hidden_states_, num_logits, decoder_->config().hidden_size);
+    decoder_->forward(step, hidden_states.mutable_data_ptr<float>(), logits.mutable_data_ptr<float>());
+    return {logits, hidden_states};
+  }
+
+ private:
+  void take_caches(const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+                   const std::vector<Tensor>& key_scales, const std::vector<Tensor>& value_scales) {
+    const DecoderConfig& config = decoder_->config();
+    const auto num_layers = static_cast<size_t>(decoder_->num_layers());
+    TORCH_CHECK_VALUE(keys.size() == num_layers && values.size() == num_layers, "keys and values have ", keys.size(),
+                      " and ", values.size(), " layers: must have ", num_layers);
+    TORCH_CHECK_VALUE(
+        key_scales.size() == value_scales.size() && (key_scales.empty() || key_scales.size() == num_layers),
+        "key_scales and value_scales have ", key_scales.size(), " and ", value_scales.size(),
+        " layers: must both have ", num_layers, ", or none");
+    caches_.clear();
+    for (size_t layer = 0; layer < num_layers; ++layer) {
+      const auto scales_of = [layer](const std::vector<Tensor>& scales) {
+        return scales.empty() ? std::optional<Tensor>() : scales[layer];
+      };
+      const cpu::LayerCache cache =
+          layer_cache_of(keys[layer], values[layer], scales_of(key_scales), scales_of(value_scales));
+      TORCH_CHECK_VALUE(cache.num_kv_heads == config.num_kv_heads && cache.key_dim == config.head_dim &&
+                            cache.value_dim == config.head_dim,
+                        "keys and values of layer ", layer, " have ", cache.num_kv_heads, " heads of ", cache.key_dim,
+                        " and ", cache.value_dim, ": must have ", config.num_kv_heads, " of ", config.head_dim);
+      caches_.push_back(cache);
+    }
+  }
+
+  std::vector<Tensor> kept_;  // what the decoder points to
+  int64_t vocab_size_;
+  std::unique_ptr<Decoder> decoder_;
+  std::vector<cpu::LayerCache> caches_;
+  Tensor logits_, hidden_states_;
+};
+
+}  // namespace
+
+void define_decoder(torch::Library& library) {
+  library.class_<DecoderModule>("Decoder")
+      .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, const Tensor&, double, double,
+                       const Tensor&, const Tensor&, const std::vector<LinearPtr>&>(),
+           "",
+           {torch::arg("hidden_size"), torch::arg("intermediate_size"), torch::arg("num_heads"),
+            torch::arg("num_kv_heads"), torch::arg("head_dim"), torch::arg("attention_scale"), torch::arg("inv_freq"),
+            torch::arg("rotary_scaling"), torch::arg("rms_norm_eps"), torch::arg("embedding"), torch::arg("final_norm"),
+            torch::arg("output_layer")})
+      .def(
+          "add_layer", &DecoderModule::add_layer, "",
+          {torch::arg("qkv"), torch::arg("output"), torch::arg("gate_up"), torch::arg("down"), torch::arg("input_norm"),
+           torch::arg("post_attention_norm"), torch::arg("query_norm"), torch::arg("key_norm"), torch::arg("window")})
+      .def("forward", &DecoderModule::forward);
+}
+
+}  // namespace deepinfer

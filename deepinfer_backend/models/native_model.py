@@ -1,0 +1,197 @@
+"""A model of the Llama family on our own kernels: its weights packed once, a step one call (csrc/decoder)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from deepinfer_backend.errors import UnsupportedModelError
+from deepinfer_backend.models.interface import ForwardResult, LayerShape
+from deepinfer_backend.models.llama_family import DecoderSpec
+from deepinfer_backend.models.lora import LoraLayers
+from deepinfer_backend.models.weights import GroupedMatrix, WeightSource
+from deepinfer_backend.ops.kernels import Decoder, PackedLinear
+from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache
+from deepinfer_backend.progress import Advance
+
+_EMBEDDING = "model.embed_tokens"
+_OUTPUT_LAYER = "lm_head"
+
+Part = tuple[str, int]
+"""Of a merged projection: module and number of outputs."""
+
+
+class NativeModel:
+    """A `Model` whose layers are one C++ object, and no modules that adapters could change.
+
+    What a forward returns are views of memory that the next one writes again.
+
+    Raises (constructor):
+        UnsupportedModelError: a weight is missing or has another shape than the configuration says.
+    """
+
+    def __init__(self, spec: DecoderSpec, source: WeightSource, dtype: torch.dtype, advance: Advance) -> None:
+        """dtype: of matrices that are stored as floats: float32 or bfloat16."""
+        self.max_position_embeddings = spec.max_position_embeddings
+        self.vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self.lora = LoraLayers(torch.nn.Module(), self.device)
+        self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * len(spec.windows)
+        self._decoder = _load_decoder(spec, _Packer(source, dtype), advance)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionStep,
+        caches: Sequence[LayerCache],
+        logits_indices: torch.Tensor,
+    ) -> ForwardResult:
+        logits, hidden_states = self._decoder.forward(
+            token_ids,
+            positions,
+            attention.block_tables,
+            attention.seq_lens,
+            attention.query_start_loc,
+            attention.slot_mapping,
+            [cache.keys for cache in caches],
+            [cache.values for cache in caches],
+            [cache.key_scales for cache in caches if cache.key_scales is not None],
+            [cache.value_scales for cache in caches if cache.value_scales is not None],
+            logits_indices,
+        )
+        return ForwardResult(logits, hidden_states)
+
+
+class _Packer:
+    """Takes a model's weights from their source, of the shapes that they must have, as the kernels want them."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self._names = source.names()
+        self._dtype = dtype
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        return self._checked(name, self._source.tensor(name), (size,)).float().contiguous()
+
+    def table(self, name: str, num_rows: int, size: int) -> torch.Tensor:
+        # A copy: the source's own may be pages of a file, which the kernel may take from us.
+        return torch.empty(num_rows, size, dtype=self._dtype).copy_(
+            self._checked(name, self._source.tensor(name), (num_rows, size))
+        )
+
+    def are_equal(self, name: str, other_name: str) -> bool:
+        return torch.equal(self._source.tensor(name), self._source.tensor(other_name))
+
+    def linear(self, parts: Sequence[Part], num_inputs: int, *, has_bias: bool = False) -> list[Any]:
+        """The parts side by side: one PackedLinear for each run of them that is stored in one format."""
+        matrices: list[torch.Tensor | GroupedMatrix] = []
+        biases: list[torch.Tensor | None] = []
+        for module, num_outputs in parts:
+            matrices.append(self._matrix(f"{module}.weight", num_outputs, num_inputs))
+            biases.append(self.vector(f"{module}.bias", num_outputs) if has_bias else None)
+        runs = groupby(zip(matrices, biases, strict=True), key=lambda part: _format(part[0]))
+        return [_pack(*map(list, zip(*run, strict=True))) for _, run in runs]
+
+    def _matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | GroupedMatrix:
+        matrix = self._source.matrix(name)
+        if isinstance(matrix, GroupedMatrix):
+            self._checked(name, matrix.codes, (num_outputs, num_inputs))
+            return matrix
+        return self._checked(name, matrix, (num_outputs, num_inputs)).to(self._dtype).contiguous()
+
+    @staticmethod
+    def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModelError(f"weight {name} has shape {list(tensor.shape)}: must be {list(shape)}")
+        return tensor
+
+
+def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
+    embedding_module, output_module = _ends(spec, packer)
+    decoder = Decoder(
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.head_dim**-0.5,
+        spec.inv_freq,
+        spec.rotary_scaling,
+        spec.rms_norm_eps,
+        packer.table(f"{embedding_module}.weight", spec.vocab_size, spec.hidden_size),
+        packer.vector("model.norm.weight", spec.hidden_size),
+        packer.linear([(output_module, spec.vocab_size)], spec.hidden_size),
+    )
+    for layer, window in enumerate(spec.windows):
+        _add_layer(decoder, spec, packer, f"model.layers.{layer}", window)
+        advance((layer + 1) / len(spec.windows))
+    return decoder
+
+
+def _ends(spec: DecoderSpec, packer: _Packer) -> tuple[str, str]:
+    """The modules whose weights are the embedding's and the output layer's.
+
+    A model that ties them stores one of the two; one that stores both, and not the same, does not tie them, whatever
+    its configuration says (transformers reads it so).
+    """
+    if not spec.tied:
+        return _EMBEDDING, _OUTPUT_LAYER
+    if not packer.has(f"{_OUTPUT_LAYER}.weight"):
+        return _EMBEDDING, _EMBEDDING
+    if not packer.has(f"{_EMBEDDING}.weight"):
+        return _OUTPUT_LAYER, _OUTPUT_LAYER
+    are_equal = packer.are_equal(f"{_EMBEDDING}.weight", f"{_OUTPUT_LAYER}.weight")
+    return _EMBEDDING, _EMBEDDING if are_equal else _OUTPUT_LAYER
+
+
+def _add_layer(decoder: Any, spec: DecoderSpec, packer: _Packer, prefix: str, window: int) -> None:
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.merged:
+        query_key_value: list[Part] = [(f"{attention}.qkv_proj", query_size + 2 * key_size)]
+        gate_up: list[Part] = [(f"{mlp}.gate_up_proj", 2 * spec.intermediate_size)]
+    else:
+        query_key_value = [
+            (f"{attention}.q_proj", query_size),
+            (f"{attention}.k_proj", key_size),
+            (f"{attention}.v_proj", key_size),
+        ]
+        gate_up = [(f"{mlp}.gate_proj", spec.intermediate_size), (f"{mlp}.up_proj", spec.intermediate_size)]
+    decoder.add_layer(
+        packer.linear(query_key_value, spec.hidden_size, has_bias=spec.query_key_value_bias),
+        packer.linear([(f"{attention}.o_proj", spec.hidden_size)], query_size, has_bias=spec.output_bias),
+        packer.linear(gate_up, spec.hidden_size, has_bias=spec.mlp_bias),
+        packer.linear([(f"{mlp}.down_proj", spec.hidden_size)], spec.intermediate_size, has_bias=spec.mlp_bias),
+        packer.vector(f"{prefix}.input_layernorm.weight", spec.hidden_size),
+        packer.vector(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
+        packer.vector(f"{attention}.q_norm.weight", spec.head_dim) if spec.head_norms else None,
+        packer.vector(f"{attention}.k_norm.weight", spec.head_dim) if spec.head_norms else None,
+        window,
+    )
+
+
+def _format(matrix: torch.Tensor | GroupedMatrix) -> tuple[int, int] | None:
+    """What matrices have in common that can be packed as one."""
+    return (matrix.bits, matrix.group_size) if isinstance(matrix, GroupedMatrix) else None
+
+
+def _pack(matrices: list[torch.Tensor | GroupedMatrix], biases: list[torch.Tensor | None]) -> Any:
+    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    if not grouped:
+        return PackedLinear(matrices, biases)
+    return PackedLinear.from_groups(
+        grouped[0].bits,
+        [matrix.codes for matrix in grouped],
+        [matrix.scales for matrix in grouped],
+        [matrix.offsets for matrix in grouped],
+        biases,
+    )
