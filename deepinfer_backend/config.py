@@ -35,7 +35,8 @@ class EngineConfig(BaseModel):
     tokenizer: str | None = Field(None, description="A folder or hub id of a tokenizer; none is the model's own.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights; auto is bfloat16 where the device computes it, else float32.",
+        description="Type of weights; auto is bfloat16 where the device computes it, else float32, and leaves those "
+        "of 4 to 8 bits (GGUF, GPTQ, AWQ) as they are stored.",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto",

@@ -71,7 +71,13 @@ class LLMEngine:
         # OpenMP would count two teams, more threads than cores, and send the device's to sleep between any two
         # operations (20 ms a step on two cores).
         model = self.stream.submit(
-            lambda: load_runnable_model(model_path, dtype, device, has_adapters=bool(config.lora_modules))
+            lambda: load_runnable_model(
+                model_path,
+                dtype,
+                device,
+                dequantize=config.dtype != "auto",
+                has_adapters=bool(config.lora_modules),
+            )
         ).result()
         block_size = resolve_block_size(config.block_size, device)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
@@ -94,7 +100,7 @@ class LLMEngine:
             num_blocks=num_blocks,
             block_size=block_size,
             device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=model.weight_format,
             hidden_size=model.hidden_size,
             default_sampling_params=generation_defaults.sampling_params,
             tokenizer_path=str(tokenizer_path),

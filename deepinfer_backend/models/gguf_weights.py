@@ -59,8 +59,6 @@ def why_unreadable(header: GgufHeader) -> str | None:
 class GgufWeights:
     """A WeightSource over a file that stays mapped as long as this lives. Blocks are decoded one tensor at a time.
 
-    quantization: the type in which most weights are stored, such as "Q4_1"; None if none of them is quantized.
-
     Raises:
         UnsupportedModelError: the file is damaged, or `why_unreadable` tells a reason.
     """

@@ -37,7 +37,8 @@ class ForwardResult:
 class Model(Protocol):
     """A causal language model over the paged cache. All its calls happen on the device's stream.
 
-    dtype: of its weights; layers: what each of its attention layers stores; lora: the adapters that it can add.
+    dtype: of its weights that are plain floats; weight_format: of most of them, as a user reads it, such as "bfloat16"
+    or "Q4_1"; layers: what each of its attention layers stores; lora: the adapters that it can add.
     """
 
     @property
@@ -50,6 +51,8 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def weight_format(self) -> str: ...
     @property
     def layers(self) -> list[LayerShape]: ...
     @property

@@ -40,6 +40,7 @@ class NativeModel:
         self.hidden_size = spec.hidden_size
         self.device = torch.device("cpu")
         self.dtype = dtype
+        self.weight_format = source.quantization or str(dtype).removeprefix("torch.")
         self.lora = LoraLayers(torch.nn.Module(), self.device)
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * len(spec.windows)
         self._decoder = _load_decoder(spec, _Packer(source, dtype), advance)

@@ -15,6 +15,8 @@ import torch
 from deepinfer_backend.errors import UnsupportedModelError, shown
 from deepinfer_backend.models.weights import GroupedMatrix, WeightSource
 
+PACKED_METHODS = ("gptq", "awq")
+
 _PACKED_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _WEIGHT_SUFFIX = ".weight"
 # Which of eight neighbouring outputs AWQ puts into each four bits of an int32, the lowest bits first.
@@ -29,18 +31,13 @@ def packed_weights(stored: WeightSource, quantization_config: Mapping[str, Any])
         UnsupportedModelError: naming a field and what is supported there.
     """
     method = quantization_config.get("quant_method")
-    if method == "gptq":
-        return GptqWeights(stored, quantization_config)
-    if method == "awq":
-        return AwqWeights(stored, quantization_config)
-    raise _unsupported("quant_method", method, "gptq or awq")
+    if method not in PACKED_METHODS:
+        raise _unsupported("quant_method", method, " or ".join(PACKED_METHODS))
+    return (GptqWeights if method == "gptq" else AwqWeights)(stored, quantization_config)
 
 
 class PackedWeights:
-    """A WeightSource over tensors of which some are packed: `X.qweight` and its kin are the matrix `X.weight`.
-
-    quantization: what shows as the model's dtype, such as "GPTQ-4bit".
-    """
+    """A WeightSource over tensors of which some are packed: `X.qweight` and its kin are the matrix `X.weight`."""
 
     def __init__(self, stored: WeightSource, method: str, bits: int, group_size: object) -> None:
         # The kernels multiply whole groups of 16 or of a multiple of 32 inputs.

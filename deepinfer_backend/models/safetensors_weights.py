@@ -21,6 +21,8 @@ class SafetensorsWeights:
         UnsupportedModelError: a file is missing.
     """
 
+    quantization: str | None = None
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         files = [safe_open(path, framework="pt") for path in weight_files(folder)]

@@ -121,6 +121,7 @@ class TransformersModel:
         self.vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
+        self.weight_format = str(self.dtype).removeprefix("torch.")
         self.hidden_size = int(module.get_input_embeddings().embedding_dim)  # type: ignore[operator]
         self.lora = LoraLayers(module, self.device)
         self._hidden_states: torch.Tensor | None = None

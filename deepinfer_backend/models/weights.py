@@ -32,6 +32,10 @@ class GroupedMatrix:
 class WeightSource(Protocol):
     """Names are those of transformers' modules, such as `model.layers.0.self_attn.q_proj.weight`."""
 
+    @property
+    def quantization(self) -> str | None:
+        """What most matrices are stored in, such as "Q4_1"; None if they are plain floats."""
+
     def names(self) -> frozenset[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -39,3 +43,21 @@ class WeightSource(Protocol):
 
     def matrix(self, name: str) -> torch.Tensor | GroupedMatrix:
         """The same for what a matrix product takes, [num_outputs, num_inputs], without dequantizing it."""
+
+
+class DequantizedWeights:
+    """The weights of another source, none of them quantized."""
+
+    quantization: str | None = None
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensor(name)
+
+    def matrix(self, name: str) -> torch.Tensor:
+        return self._source.tensor(name)

@@ -32,7 +32,7 @@ class Accepted:
 _ONE_DEVICE = "one engine uses one device"
 _NO_REMOTE_CODE = "a model's own code is never run"
 _MODELS_OWN = "the model's own configuration counts"
-_NO_QUANTIZATION = "quantized weights are not supported yet"
+_QUANTIZED_AS_STORED = "the model's files say how its weights are quantized"
 _NO_DRAFTS = "speculative decoding is not supported yet"
 _NO_OFFLOADING = "weights and KV cache stay on the device"
 _NO_KV_TRANSFER = "engines do not exchange KV cache"
@@ -87,10 +87,10 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "override_pooler_config": Accepted(({},), "an embedding is that of the last token"),
     "is_embedding_model": Accepted((False,), "a model generates and embeds"),
     # Number formats and where the numbers lie
-    "quantization": Accepted(("gguf",), _NO_QUANTIZATION),
-    "quantization_config": Accepted(({},), _NO_QUANTIZATION),
-    "quantization_param_path": Accepted((), _NO_QUANTIZATION),
-    "calculate_kv_scales": Accepted((False,), _NO_QUANTIZATION),
+    "quantization": Accepted(("gguf", "gptq", "awq"), _QUANTIZED_AS_STORED),
+    "quantization_config": Accepted(({},), _QUANTIZED_AS_STORED),
+    "quantization_param_path": Accepted((), _QUANTIZED_AS_STORED),
+    "calculate_kv_scales": Accepted((False,), _QUANTIZED_AS_STORED),
     "cpu_offload_gb": Accepted((0,), _NO_OFFLOADING),
     "offload_group_size": Accepted((0,), _NO_OFFLOADING),
     "kv_offloading_size": Accepted((0,), _NO_OFFLOADING),

@@ -23,6 +23,8 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 class StoredTensors(dict[str, torch.Tensor]):
     """A WeightSource of tensors in memory."""
 
+    quantization: str | None = None
+
     def names(self) -> frozenset[str]:
         return frozenset(self)
 

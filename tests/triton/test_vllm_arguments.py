@@ -69,7 +69,7 @@ def test_no_name_has_two_meanings() -> None:
     [
         ("tensor_parallel_size", 2, "tensor_parallel_size is 2: must be 1 (one engine uses one device)"),
         ("pipeline_parallel_size", "4", "pipeline_parallel_size is '4': must be 1"),
-        ("quantization", "awq", "quantization is 'awq': must be"),
+        ("quantization", "fp8", "quantization is 'fp8': must be"),
         ("trust_remote_code", True, "trust_remote_code is True: must be false (a model's own code is never run)"),
         ("trust_remote_code", "true", "trust_remote_code is 'true': must be false"),
         ("speculative_config", {"method": "ngram"}, "must be left out (speculative decoding is not supported yet)"),
