@@ -77,7 +77,7 @@ def broken_model(driver: EngineDriver) -> Iterator[None]:
     if worker.prev_step_state is not None:
         worker.prev_step_state.wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker._runner._model, "logits", out_of_memory)
+        patch.setattr(worker._runner._model, "forward", out_of_memory)
         yield
 
 

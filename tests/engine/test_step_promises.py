@@ -166,7 +166,7 @@ def test_fault_in_a_step_ends_its_sequences_only(
         raise RuntimeError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(engine.worker._runner._model, "logits", out_of_memory)
+        broken.setattr(engine.worker._runner._model, "forward", out_of_memory)
         outputs = [RequestOutput.clone(handle) for handle in engine.step()]
         outputs += [RequestOutput.clone(handle) for handle in engine.flush_inflight_reqs()]
     assert outputs.pop(0).token_id == expected[1]

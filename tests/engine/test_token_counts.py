@@ -60,7 +60,7 @@ def test_outputs_of_a_failed_step_are_not_counted(driver: EngineDriver, monkeypa
 
     driver.add(engine_request([3, 4, 5], request_id="failed", max_tokens=50, ignore_eos=True))
     with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.worker._runner._model, "logits", out_of_memory)
+        patch.setattr(driver.engine.worker._runner._model, "forward", out_of_memory)
         driver.drain()
     assert isinstance(driver.answer("failed"), EngineError)
     assert driver.engine.stats().num_generation_tokens == 0
