@@ -290,7 +290,7 @@ def test_stop_string_ends_the_one_sequence_in_which_it_is(text_llm: LLM) -> None
     (stopped,) = text_llm.complete("Hello", SamplingParams(**params, n=6, stop=[stop]), use_tqdm=False)
     for whole, sequence in zip(free.sequences, stopped.sequences, strict=True):
         assert sequence.text == whole.text.partition(stop)[0]
-        assert sequence.stop_reason == (stop if stop in whole.text else None)
+        assert sequence.stop_reason == (stop if stop in whole.text else whole.stop_reason)
     assert len({sequence.finish_reason for sequence in stopped.sequences}) == 2
     scheduler = text_llm.llm_engine.scheduler
     assert scheduler.num_free_blocks == scheduler.num_blocks
