@@ -317,7 +317,11 @@ def test_a_dead_engine_that_nobody_noticed_yet_is_unavailable(
 def test_too_many_deaths_end_in_unavailable_and_give_up(engines: Engines) -> None:
     with running_frontend(engines, max_engine_restarts=2) as frontend:
         for _ in range(3):
-            engines.next().die()
+            wait_until(frontend.is_available, 10, "available")
+            engine = engines.next()
+            _, request = start_request(frontend, engine)
+            engine.die()
+            assert_failed(request, TritonError.INTERNAL)
         assert engines.gave_up.wait(10)
         request = Request(input_ids=[1])
         frontend.accept([request])
