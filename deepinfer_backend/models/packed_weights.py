@@ -7,6 +7,7 @@ along the outputs in AWQ's and in both methods' `qzeros`. The layouts are those 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def packed_weights(stored: WeightSource, quantization_config: Mapping[str, Any])
     return (GptqWeights if method == "gptq" else AwqWeights)(stored, quantization_config)
 
 
-class PackedWeights:
+class PackedWeights(ABC):
     """A WeightSource over tensors of which some are packed: `X.qweight` and its kin are the matrix `X.weight`."""
 
     def __init__(self, stored: WeightSource, method: str, bits: int, group_size: object) -> None:
@@ -79,14 +80,15 @@ class PackedWeights:
             offsets=None if is_symmetric else -scales * zeros,
         )
 
+    @abstractmethod
     def _codes(self, module: str) -> torch.Tensor:
         """[num_outputs, num_inputs] uint8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _zeros(self, module: str) -> torch.Tensor:
         """[num_outputs, num_groups] uint8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_order(self, module: str, num_inputs: int, group_size: int) -> None:
         """Raises UnsupportedModelError unless the module's groups are consecutive inputs."""
 
@@ -159,6 +161,9 @@ class AwqWeights(PackedWeights):
 
     def _zeros(self, module: str) -> torch.Tensor:
         return self._outputs(f"{module}.qzeros")
+
+    def _check_order(self, module: str, num_inputs: int, group_size: int) -> None:
+        """AWQ knows no other order."""
 
     def _outputs(self, name: str) -> torch.Tensor:
         """int32 [rows, num_outputs / 8] → uint8 [num_outputs, rows]."""

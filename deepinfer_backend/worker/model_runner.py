@@ -41,14 +41,13 @@ class ModelRunner:
             rows = step.inflight_rows[:num_tokens]
             # A row without a token (NO_TOKEN) has ended, and what is computed for it is dropped.
             token_ids = torch.where(rows >= 0, inflight_tokens[rows.clamp(min=0)].clamp(min=0), token_ids)
-        host = buffers.host
         attention = AttentionStep(
             block_tables=step.block_tables[:num_seqs, : batch.max_num_blocks],
             seq_lens=step.seq_lens[:num_seqs],
             query_start_loc=step.query_start_loc[: num_seqs + 1],
             slot_mapping=step.slot_mapping[:num_tokens],
-            max_query_len=int(host.query_start_loc[: num_seqs + 1].diff().max()),
-            max_seq_len=int(host.seq_lens[:num_seqs].max()),
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
         )
         num_logits = batch.num_sampled + batch.num_prompt_logits
         self._model.lora.set_step(lora)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from deepinfer_backend.models.interface import LayerShape
-from deepinfer_backend.ops.kernels import ISAS, kernels
+from deepinfer_backend.ops.kernels import kernels
 from deepinfer_backend.worker.kv_cache import KVCache
 
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 5, 4
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    if not kernels.set_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    kernels.set_isa(before)
 
 
 def normalized(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from deepinfer_backend.models.interface import LayerShape
-from deepinfer_backend.ops.kernels import ISAS, kernels
+from deepinfer_backend.ops.kernels import kernels
 from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache, paged_attention
 from deepinfer_backend.worker.kv_cache import KVCache
 
@@ -22,15 +22,6 @@ PREFILL: Lens = [(7, 7), (1, 1), (5, 5), (140, 140)]
 CHUNKS: Lens = [(3, 11), (1, 7), (8, 8), (70, 200), (1, 40)]
 SPANS: Lens = [(1, 1300), (2, 513), (1, 512), (4, 1027)]
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.int8]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    if not kernels.set_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    kernels.set_isa(before)
 
 
 def as_stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

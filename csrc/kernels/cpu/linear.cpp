@@ -2,8 +2,7 @@
 // computed in: a row's result is the same for any number of rows and threads.
 #include "kernels/cpu/linear.hpp"
 
-#include <cstdlib>
-
+#include "kernels/cpu/scratch.hpp"
 #include "kernels/cpu/vec.hpp"
 #include "kernels/parallel.hpp"
 
@@ -26,9 +25,6 @@ constexpr int kMaxTileRows = 3;
 constexpr int kMaxSums = 12;
 #endif
 constexpr int kMaxTileColumns = 4;
-
-constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kBlockSteps = 256;  // at most, of a column: 16 KiB, which stay in L1 while a block's rows pass by
 constexpr int64_t kBlockRows = 96;    // whose inputs in a block of steps stay in L2
@@ -273,25 +269,6 @@ void multiply_parallel(const Product<Format>& product, int64_t num_rows, int64_t
 }
 
 #if defined(__AVX512BF16__)
-// Memory that grows to the largest size asked for and is kept.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-
-  void* at_least(int64_t num_bytes) {
-    if (num_bytes > num_bytes_) {
-      std::free(data_);
-      num_bytes_ = (num_bytes + 63) / 64 * 64;
-      data_ = std::aligned_alloc(64, num_bytes_);
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  int64_t num_bytes_ = 0;
-};
-
 // Rounds a row to bfloat16; what is missing to a whole pair is 0.
 void round_row(const float* x, int64_t num_inputs, uint32_t* pairs) {
   for (int64_t i = 0; i < num_inputs; i += kLanes) {
@@ -308,7 +285,7 @@ void apply_bfloat16(Product<BFloat16> product, const float* x, int64_t x_stride,
   static thread_local Scratch scratch;
   product.num_inputs = (num_inputs + 1) / 2;
   product.x_stride = product.num_inputs;
-  uint32_t* pairs = static_cast<uint32_t*>(scratch.at_least(num_rows * product.x_stride * 4));
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(scratch.floats(num_rows * product.x_stride));
   parallel_for(num_rows, 32, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       round_row(x + row * x_stride, num_inputs, pairs + row * product.x_stride);

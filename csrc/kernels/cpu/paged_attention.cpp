@@ -13,10 +13,6 @@ constexpr int64_t kQueryTile = 96;     // rows
 constexpr int64_t kSpan = 512;         // keys of one item of work where a sequence has few rows; whole tiles
 constexpr int64_t kMinWork = 1 << 17;  // products worth another thread
 
-int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Attend {
   const LayerCache& cache;
   const AttentionBatch& batch;
@@ -28,7 +24,7 @@ struct Attend {
   float* out;
 
   [[nodiscard]] int64_t group() const { return num_heads / cache.num_kv_heads; }  // heads that share keys
-  [[nodiscard]] int64_t padded_value_dim() const { return divide_up(cache.value_dim, kLanes) * kLanes; }
+  [[nodiscard]] int64_t padded_value_dim() const { return ceil_div(cache.value_dim, kLanes) * kLanes; }
 };
 
 // How one sequence's work is split: into tiles of queries, and spans of keys where there is but one such tile. It
@@ -46,9 +42,9 @@ struct Split {
     num_queries = attend.batch.query_start_loc[seq + 1] - attend.batch.query_start_loc[seq];
     first_position = seq_len - num_queries;
     tile_queries = max(1, kQueryTile / attend.group());
-    num_tiles = divide_up(num_queries, tile_queries);
+    num_tiles = ceil_div(num_queries, tile_queries);
     first_span = attend.window > 0 ? max(0, first_position - attend.window + 1) / kSpan : 0;
-    num_spans = num_tiles == 1 ? divide_up(seq_len, kSpan) - first_span : 1;
+    num_spans = num_tiles == 1 ? ceil_div(seq_len, kSpan) - first_span : 1;
   }
 
   [[nodiscard]] int64_t num_items(int64_t num_kv_heads) const { return num_tiles * num_kv_heads * num_spans; }
@@ -424,7 +420,7 @@ void attend_as(const Attend& attend) {
     }
   });
   if (plan.num_partial_floats == 0) return;
-  parallel_for(num_seqs * num_kv_heads, divide_up(num_seqs * num_kv_heads, num_workers),
+  parallel_for(num_seqs * num_kv_heads, ceil_div(num_seqs * num_kv_heads, num_workers),
                [&](int64_t begin, int64_t end) {
                  for (int64_t i = begin; i < end; ++i) {
                    const int64_t seq = i / num_kv_heads, kv_head = i % num_kv_heads;

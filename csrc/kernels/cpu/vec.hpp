@@ -39,6 +39,11 @@ static inline F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
 static inline F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
+// Of counts; the standard library's would break the rule of isa.hpp.
+static inline constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // The first `count` < kLanes lanes, the others 0; and the way back.
 static inline F32 load_first(const float* from, int64_t count) {
   F32 vector = {};
