@@ -71,6 +71,10 @@ class Grammar:
         self._accept_time_s = time.thread_time() - started_at
         return accepted
 
+    def take_back(self, num_tokens: int) -> None:
+        """Undoes the last accepts."""
+        self._matcher.rollback(num_tokens)
+
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Writes which tokens may follow: bit i % 32 of row[i // 32] is set for an allowed token i.
 

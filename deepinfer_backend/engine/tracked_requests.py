@@ -18,7 +18,8 @@ from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
 from deepinfer_backend.errors import InvalidRequestError, step_failed_error
 from deepinfer_backend.worker.sampler import NO_TOKEN
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
-from deepinfer_backend.worker.sequence_states import Grammar, SequenceState, SequenceStates, needs_state
+from deepinfer_backend.worker.sequence_state import Grammar, SequenceState, needs_state
+from deepinfer_backend.worker.sequence_states import SequenceStates
 
 Handles = NDArray[np.uint64]
 

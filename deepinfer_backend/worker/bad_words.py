@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class BadWords:
-    """One sequence's bad words and the end of its output, as long as the longest word needs."""
+    """One sequence's bad words and its output."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """words: token sequences of at least one token."""
@@ -20,20 +19,24 @@ class BadWords:
         for *prefix, last in words:
             if prefix:
                 self._by_last_of_prefix.setdefault(prefix[-1], []).append((prefix, last))
-        self._last_tokens: deque[int] = deque(maxlen=max(len(word) for word in words) - 1)
+        self._tokens: list[int] = []
 
     def append(self, token_id: int) -> None:
         """The sequence's next output token."""
-        self._last_tokens.append(token_id)
+        self._tokens.append(token_id)
+
+    def take_back(self) -> None:
+        """Undoes the last append."""
+        self._tokens.pop()
 
     def completions(self) -> NDArray[np.int64]:
         """The tokens that must not come next, none twice."""
-        last_tokens = list(self._last_tokens)
-        words = self._by_last_of_prefix.get(last_tokens[-1], ()) if last_tokens else ()
-        completed = [last for prefix, last in words if last_tokens[-len(prefix) :] == prefix]
+        tokens = self._tokens
+        words = self._by_last_of_prefix.get(tokens[-1], ()) if tokens else ()
+        completed = [last for prefix, last in words if tokens[-len(prefix) :] == prefix]
         return np.union1d(self._always, completed).astype(np.int64) if completed else self._always
 
     def fork(self) -> BadWords:
         other = copy.copy(self)
-        other._last_tokens = self._last_tokens.copy()
+        other._tokens = self._tokens.copy()
         return other

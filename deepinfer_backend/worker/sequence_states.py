@@ -1,17 +1,14 @@
-"""What the sampler must remember of the sequences whose requests change their logits, and what it makes of it."""
+"""The sequences whose requests change their logits, and what these edits are in a step."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend.errors import InvalidRequestError
-from deepinfer_backend.sampling_params import SamplingParams
-from deepinfer_backend.worker.bad_words import BadWords
 from deepinfer_backend.worker.logit_edits import (
     BITS_PER_WORD,
     AllowedTokens,
@@ -21,111 +18,7 @@ from deepinfer_backend.worker.logit_edits import (
     LogitEdits,
     Penalties,
 )
-from deepinfer_backend.worker.token_penalties import TokenPenalties
-
-
-class Grammar(Protocol):
-    """Where one sequence stands in the form that its text must have."""
-
-    def accept(self, token_id: int) -> bool:
-        """Goes on by one token; False, and stays, if the form doesn't allow it."""
-
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """Writes all of row, [ceil(vocab_size / 32)]: a set bit for each token that may come next.
-
-        Raises:
-            InvalidRequestError: none may.
-        """
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether the text is whole: it accepted an end token."""
-
-    def fork(self) -> Grammar:
-        """Another one at the same place that goes its own way."""
-
-
-def needs_state(params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]] = ()) -> bool:
-    """Whether a request changes its logits; the sequences of one that doesn't need no SequenceState."""
-    return bool(
-        _has_penalties(params)
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.structured_outputs is not None
-        or bad_words_token_ids
-    )
-
-
-class SequenceState:
-    """One sequence's part of what the sampler remembers: it is as far as the tokens that were appended.
-
-    Owns its grammar. `grammar_failed`: the grammar has no way on, or refused a token: the request can't go on, and its
-    rows are no longer masked; `failure_reason`, if the grammar gave one. Used by the thread that steps the engine.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: NDArray[np.int32],
-        vocab_size: int,
-        *,
-        bad_words_token_ids: Sequence[Sequence[int]] = (),
-        grammar: Grammar | None = None,
-    ) -> None:
-        """bad_words_token_ids: token sequences of at least one token that the output must not contain.
-
-        Raises:
-            ValueError: a token id is vocab_size or more.
-        """
-        allowed = sorted(set(params.allowed_token_ids or ()))
-        for name, token_ids in (
-            ("allowed_token_ids", allowed),
-            ("logit_bias", params.logit_bias),
-            ("bad_words", [token_id for word in bad_words_token_ids for token_id in word]),
-        ):
-            _check_token_ids(name, token_ids, vocab_size)
-        self.grammar = grammar
-        self.grammar_failed = False
-        self.failure_reason = ""
-        self.allowed = np.array(allowed, dtype=np.int64)
-        self.biased = np.array(list(params.logit_bias), dtype=np.int64)
-        self.biases = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self.repetition_penalty = params.repetition_penalty
-        self.bad_words = BadWords(bad_words_token_ids) if bad_words_token_ids else None
-        self.penalties: TokenPenalties | None = None
-        if _has_penalties(params):
-            self.penalties = TokenPenalties(
-                prompt_token_ids if params.repetition_penalty != 1.0 else prompt_token_ids[:0],
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-            )
-
-    def append(self, token_id: int) -> None:
-        """The sequence's next output token."""
-        if self.penalties is not None:
-            self.penalties.append(token_id)
-        if self.bad_words is not None:
-            self.bad_words.append(token_id)
-        grammar = self.masking_grammar()
-        if grammar is not None:
-            self.grammar_failed = not grammar.accept(token_id)
-
-    def masking_grammar(self) -> Grammar | None:
-        """The grammar, if it has a say in the next token."""
-        if self.grammar is None or self.grammar_failed or self.grammar.is_terminated:
-            return None
-        return self.grammar
-
-    def fork(self) -> SequenceState:
-        """The state of another sequence with the same past; what never changes is shared."""
-        other = copy.copy(self)
-        if self.penalties is not None:
-            other.penalties = self.penalties.fork()
-        if self.bad_words is not None:
-            other.bad_words = self.bad_words.fork()
-        if self.grammar is not None:
-            other.grammar = self.grammar.fork()
-        return other
+from deepinfer_backend.worker.sequence_state import SequenceState
 
 
 class SequenceStates:
@@ -166,104 +59,117 @@ class SequenceStates:
         Returns the seq_ids whose grammar has failed.
         """
         failed = []
-        for row, seq_id, state in self._rows_with_state(range(len(seq_ids)), seq_ids):
-            for token_id in token_ids[row, : num_tokens[row]].tolist():
+        for index, seq_id, state in self._with_state(seq_ids):
+            for token_id in token_ids[index, : num_tokens[index]].tolist():
                 state.append(token_id)
             if state.grammar_failed:
                 failed.append(seq_id)
         return failed
 
-    def edits(self, rows: NDArray[np.integer[Any]], seq_ids: NDArray[np.integer[Any]]) -> LogitEdits | None:
-        """What the sequences [m] change in their rows [m] of a step's logits; None if nothing."""
-        states = [(row, state) for row, _, state in self._rows_with_state(rows.tolist(), seq_ids)]
-        if not states:
-            return None
+    def edits(
+        self,
+        rows: NDArray[np.integer[Any]],
+        seq_ids: NDArray[np.integer[Any]],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> LogitEdits | None:
+        """What the sequences [m] change in a step's logits; None if nothing.
+
+        rows: [m], the first of each sequence's rows of logits. drafts: of each sequence; the row after its first is for
+        the token that follows its first draft, and so on.
+        """
+        step = _StepEdits(self._vocab_size)
+        for index, _, state in self._with_state(seq_ids):
+            for position in state.follow(drafts[index] if drafts else ()):
+                step.add(int(rows[index]) + position, state, is_drafted=position > 0)
+        return step.build()
+
+    def _with_state(self, seq_ids: NDArray[np.integer[Any]]) -> Iterator[tuple[int, int, SequenceState]]:
+        """Index, seq_id and state of those that have one."""
+        if not self._states:
+            return
+        for index, seq_id in enumerate(seq_ids.tolist()):
+            state = self._states.get(seq_id)
+            if state is not None:
+                yield index, seq_id, state
+
+
+class _StepEdits:
+    """Gathers the edits of one step, row by row."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._masked_rows: list[int] = []
+        self._bitmasks: list[NDArray[np.int32]] = []
+        self._allowed_rows: list[int] = []
+        self._allowed: list[NDArray[np.int64]] = []
+        self._banned: list[NDArray[np.int64]] = []
+        self._biased: list[NDArray[np.int64]] = []
+        self._biases: list[NDArray[np.float32]] = []
+        self._penalized: list[NDArray[np.int64]] = []
+        self._repetition_penalties: list[NDArray[np.float32]] = []
+        self._costs: list[NDArray[np.float32]] = []
+
+    def add(self, row: int, state: SequenceState, *, is_drafted: bool) -> None:
+        """is_drafted: the state is ahead of the tokens that its sequence certainly has."""
+        self._add_grammar_mask(row, state, is_drafted)
+        if len(state.allowed):
+            self._allowed_rows.append(row)
+            self._allowed.append(self._entries(row, state.allowed))
+        if state.bad_words is not None and len(completions := state.bad_words.completions()):
+            self._banned.append(self._entries(row, completions))
+        if len(state.biased):
+            self._biased.append(self._entries(row, state.biased))
+            self._biases.append(state.biases)
+        penalties = state.penalties
+        if penalties is not None and len(penalties.token_ids):
+            self._penalized.append(self._entries(row, penalties.token_ids))
+            self._repetition_penalties.append(
+                np.full(len(penalties.token_ids), state.repetition_penalty, dtype=np.float32)
+            )
+            self._costs.append(penalties.costs.copy())
+
+    def build(self) -> LogitEdits | None:
+        """None if there is no edit."""
         edits = LogitEdits(
-            grammar=self._grammar_mask(states),
-            allowed=self._allowed(states),
-            banned=self._banned(states),
-            biases=self._biases(states),
-            penalties=self._penalties(states),
+            grammar=GrammarMask(_rows(self._masked_rows), np.stack(self._bitmasks)) if self._masked_rows else None,
+            allowed=(
+                AllowedTokens(_rows(self._allowed_rows), np.concatenate(self._allowed)) if self._allowed_rows else None
+            ),
+            banned=BannedTokens(np.concatenate(self._banned)) if self._banned else None,
+            biases=LogitBiases(np.concatenate(self._biased), np.concatenate(self._biases)) if self._biased else None,
+            penalties=(
+                Penalties(
+                    np.concatenate(self._penalized),
+                    np.concatenate(self._repetition_penalties),
+                    np.concatenate(self._costs),
+                )
+                if self._penalized
+                else None
+            ),
         )
         return None if edits == LogitEdits() else edits
 
-    def _rows_with_state(
-        self, rows: Iterable[int], seq_ids: NDArray[np.integer[Any]]
-    ) -> Iterator[tuple[int, int, SequenceState]]:
-        if not self._states:
+    def _add_grammar_mask(self, row: int, state: SequenceState, is_drafted: bool) -> None:
+        grammar = state.masking_grammar()
+        if grammar is None:
             return
-        for row, seq_id in zip(rows, seq_ids.tolist(), strict=True):
-            state = self._states.get(seq_id)
-            if state is not None:
-                yield row, seq_id, state
-
-    def _grammar_mask(self, states: _RowStates) -> GrammarMask | None:
-        rows, bitmasks = [], []
-        for row, state in states:
-            grammar = state.masking_grammar()
-            if grammar is None:
-                continue
-            bitmask = np.empty(-(-self._vocab_size // BITS_PER_WORD), dtype=np.int32)
-            try:
-                grammar.fill_bitmask(bitmask)
-            except InvalidRequestError as error:
+        bitmask = np.empty(-(-self._vocab_size // BITS_PER_WORD), dtype=np.int32)
+        try:
+            grammar.fill_bitmask(bitmask)
+        except InvalidRequestError as error:
+            if not is_drafted:
                 state.grammar_failed = True
                 state.failure_reason = error.message
-                continue
-            rows.append(row)
-            bitmasks.append(bitmask)
-        return GrammarMask(np.array(rows, dtype=np.int64), np.stack(bitmasks)) if rows else None
+                return
+            # The draft may not come true. If it does, the next step fails here.
+            bitmask.fill(0)
+        self._masked_rows.append(row)
+        self._bitmasks.append(bitmask)
 
-    def _allowed(self, states: _RowStates) -> AllowedTokens | None:
-        token_ids = [(row, state.allowed) for row, state in states if len(state.allowed)]
-        if not token_ids:
-            return None
-        return AllowedTokens(np.array([row for row, _ in token_ids], dtype=np.int64), self._entries(token_ids))
-
-    def _banned(self, states: _RowStates) -> BannedTokens | None:
-        token_ids = [(row, state.bad_words.completions()) for row, state in states if state.bad_words is not None]
-        entries = self._entries(token_ids)
-        return BannedTokens(entries) if len(entries) else None
-
-    def _biases(self, states: _RowStates) -> LogitBiases | None:
-        biased = [(row, state) for row, state in states if len(state.biased)]
-        if not biased:
-            return None
-        return LogitBiases(
-            self._entries([(row, state.biased) for row, state in biased]),
-            np.concatenate([state.biases for _, state in biased]),
-        )
-
-    def _penalties(self, states: _RowStates) -> Penalties | None:
-        penalized = [
-            (row, state.repetition_penalty, state.penalties)
-            for row, state in states
-            if state.penalties is not None and len(state.penalties.token_ids)
-        ]
-        if not penalized:
-            return None
-        lengths = [len(penalties.token_ids) for _, _, penalties in penalized]
-        return Penalties(
-            self._entries([(row, penalties.token_ids) for row, _, penalties in penalized]),
-            np.repeat(np.array([factor for _, factor, _ in penalized], dtype=np.float32), lengths),
-            np.concatenate([penalties.costs for _, _, penalties in penalized]),
-        )
-
-    def _entries(self, token_ids: list[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """(row, its token ids) → their places in the whole batch of logits."""
-        if not token_ids:
-            return np.empty(0, dtype=np.int64)
-        return np.concatenate([row * self._vocab_size + ids for row, ids in token_ids])
+    def _entries(self, row: int, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their places in the whole batch of logits."""
+        return row * self._vocab_size + token_ids
 
 
-_RowStates = list[tuple[int, SequenceState]]
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
-
-
-def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    largest = max(token_ids, default=0)
-    if largest >= vocab_size:
-        raise ValueError(f"{name} has token id {largest}: must be less than the vocabulary's size ({vocab_size})")
+def _rows(rows: list[int]) -> NDArray[np.int64]:
+    return np.array(rows, dtype=np.int64)

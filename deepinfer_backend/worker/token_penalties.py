@@ -30,20 +30,30 @@ class TokenPenalties:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """[num_tokens]; valid until the next append."""
+        """[num_tokens]; valid until the next append or take_back."""
         return self._token_ids[: self._num_tokens]
 
     @property
     def costs(self) -> NDArray[np.float32]:
-        """[num_tokens]: what is taken from each token's logit; valid until the next append."""
+        """[num_tokens]: what is taken from each token's logit; valid until the next append or take_back."""
         return self._costs[: self._num_tokens]
 
     def append(self, token_id: int) -> None:
-        position = self._positions.get(token_id)
-        if position is None:
-            position = self._positions[token_id] = self._first_position(token_id)
+        if token_id not in self._positions:
+            self._positions[token_id] = self._first_position(token_id)
         self._counts[token_id] += 1
-        self._costs[position] = self._presence_penalty + self._frequency_penalty * self._counts[token_id]
+        self._set_cost(token_id)
+
+    def take_back(self, token_id: int) -> None:
+        """Undoes the last append, which was of this token."""
+        self._counts[token_id] -= 1
+        if self._counts[token_id]:
+            self._set_cost(token_id)
+            return
+        position = self._positions.pop(token_id)
+        self._costs[position] = 0
+        if position >= len(self._prompt_token_ids):
+            self._num_tokens -= 1
 
     def fork(self) -> TokenPenalties:
         other = copy.copy(self)
@@ -52,6 +62,10 @@ class TokenPenalties:
         other._positions = self._positions.copy()
         other._counts = self._counts.copy()
         return other
+
+    def _set_cost(self, token_id: int) -> None:
+        cost = self._presence_penalty + self._frequency_penalty * self._counts[token_id]
+        self._costs[self._positions[token_id]] = cost
 
     def _first_position(self, token_id: int) -> int:
         in_prompt = int(np.searchsorted(self._prompt_token_ids, token_id))

@@ -135,6 +135,22 @@ def _walks(queue: GrammarQueue, tokenizer: Any, specs: list[StructuredOutputs]) 
     assert num_unfinished < len(specs) / 5
 
 
+def test_tokens_taken_back_leave_no_trace_even_past_the_end(queue: GrammarQueue, tokenizer: Any) -> None:
+    grammar = _grammar(queue, _spec(regex="[ab]{2}"))
+    first = _allowed(grammar)
+    a = _token(tokenizer, "a")
+    assert grammar.accept(a)
+    second = _allowed(grammar)
+    for tokens in ([a], [a, END_TOKEN_IDS[0]]):
+        for token_id in tokens:
+            assert grammar.accept(token_id)
+        grammar.take_back(len(tokens))
+        assert _allowed(grammar) == second
+    assert not grammar.is_terminated
+    grammar.take_back(1)
+    assert _allowed(grammar) == first
+
+
 def test_every_finished_text_of_a_json_schema_validates(queue: GrammarQueue, tokenizer: Any) -> None:
     schemas = json_schema_cases()
     for index, text in _walks(queue, tokenizer, [_spec(json=schema) for schema in schemas]):

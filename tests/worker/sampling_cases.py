@@ -26,7 +26,8 @@ from transformers import (
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.logit_edits import LogitEdits
 from deepinfer_backend.worker.sampler import SamplingBatch
-from deepinfer_backend.worker.sequence_states import SequenceState, SequenceStates, needs_state
+from deepinfer_backend.worker.sequence_state import SequenceState, needs_state
+from deepinfer_backend.worker.sequence_states import SequenceStates
 
 VOCAB_SIZE = 3_000
 """More than two prefixes of the truncation, and no multiple of any block size."""

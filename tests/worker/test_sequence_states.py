@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from deepinfer_backend.errors import InvalidRequestError
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.logit_edits import GrammarMask, LogitEdits
-from deepinfer_backend.worker.sequence_states import SequenceState, SequenceStates, needs_state
+from deepinfer_backend.worker.sequence_state import SequenceState, needs_state
+from deepinfer_backend.worker.sequence_states import SequenceStates
 
 VOCAB_SIZE = 100
 PROMPT = np.array([10, 11, 12, 10], dtype=np.int32)
@@ -47,6 +48,9 @@ class CountingGrammar:
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         row.fill(0)
         row[self._position // 32] = np.uint32(1 << self._position % 32).astype(np.int32)
+
+    def take_back(self, num_tokens: int) -> None:
+        self._position -= num_tokens
 
     def fork(self) -> CountingGrammar:
         return CountingGrammar(self._length, self._position)
@@ -219,6 +223,78 @@ def test_sequence_whose_grammar_is_at_its_end_is_not_masked_and_does_not_fail() 
     assert edits_of(states, 1) is not None
     assert append(states, (1, [0, 50])) == []
     assert edits_of(states, 1) is None
+
+
+def with_drafts(states: SequenceStates, *drafts: tuple[int, list[int]]) -> torch.Tensor:
+    """[num_rows, VOCAB_SIZE]: what (seq_id, its drafts) … make of the same logits; a row more than drafts for each."""
+    lengths = [1 + len(token_ids) for _, token_ids in drafts]
+    logits = torch.linspace(-5, 5, VOCAB_SIZE).repeat(sum(lengths), 1)
+    edits = states.edits(
+        np.cumsum([0, *lengths[:-1]]),
+        np.array([seq_id for seq_id, _ in drafts]),
+        [token_ids for _, token_ids in drafts],
+    )
+    if edits is not None:
+        edits.apply(logits)
+    return logits
+
+
+def test_rows_of_drafts_are_edited_as_if_these_had_been_appended_and_leave_no_trace() -> None:
+    states, ahead = (states_of({1: everything, 2: everything}) for _ in range(2))
+    for each in (states, ahead):
+        append(each, (1, [10, 11]), (2, [10]))
+    before = edited(states, 1, 2)
+    drafts = [12, 13, 14, 15]
+    rows = with_drafts(states, (1, drafts), (2, []))
+    assert torch.equal(rows[[0, 5]], before)
+    for position, token_id in enumerate(drafts, 1):
+        append(ahead, (1, [token_id]))
+        assert torch.equal(rows[position], edited(ahead, 1)[0])
+    assert torch.equal(edited(states, 1, 2), before)
+    append(states, (1, drafts))
+    assert torch.equal(edited(states, 1), edited(ahead, 1))
+
+
+def test_random_drafts_leave_no_trace() -> None:
+    rng = np.random.default_rng(3)
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
+
+    def make() -> SequenceState:
+        return SequenceState(params, PROMPT, VOCAB_SIZE, bad_words_token_ids=BAD_WORDS)
+
+    states, undisturbed = (states_of({1: make}) for _ in range(2))
+    for _ in range(100):
+        token_ids, drafts = (rng.choice([10, 20, 21, 5, 6, 77], rng.integers(0, 5)).tolist() for _ in range(2))
+        for each in (states, undisturbed):
+            append(each, (1, token_ids))
+        with_drafts(states, (1, drafts))
+        assert torch.equal(edited(states, 1), edited(undisturbed, 1))
+
+
+def test_rows_after_a_draft_that_the_grammar_refuses_are_not_masked_and_nothing_fails() -> None:
+    states = states_of({1: lambda: SequenceState(SamplingParams(), PROMPT, VOCAB_SIZE, grammar=CountingGrammar(9))})
+    rows = with_drafts(states, (1, [0, 5, 6]))
+    assert (rows[:2] > -torch.inf).nonzero().tolist() == [[0, 0], [1, 1]]
+    assert torch.isfinite(rows[2:]).all()
+    assert append(states, (1, [0, 1])) == []
+
+
+def test_row_of_a_draft_after_which_the_grammar_has_no_way_on_allows_nothing_and_nothing_fails() -> None:
+    class DeadEndAfterOne(CountingGrammar):
+        def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+            if self._position:
+                raise InvalidRequestError("no token may come next")
+            super().fill_bitmask(row)
+
+    states = states_of({1: lambda: SequenceState(SamplingParams(), PROMPT, VOCAB_SIZE, grammar=DeadEndAfterOne(9))})
+    rows = with_drafts(states, (1, [0]))
+    assert (rows > -torch.inf).nonzero().tolist() == [[0, 0]]
+    state = states.get(1)
+    assert state is not None
+    assert not state.grammar_failed
+    assert append(states, (1, [0])) == []
+    assert edits_of(states, 1) is None
+    assert state.failure_reason == "no token may come next"
 
 
 @pytest.mark.parametrize("vocab_size", [64, 100, 129])
