@@ -9,6 +9,7 @@ import datetime
 import os
 import signal
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from benchmarks.peers import peers_folder
 from benchmarks.report import markdown_report, print_report
 from benchmarks.results import Results
 from benchmarks.step_cost import ModelShape
+from benchmarks.step_profile import profile_steps
 
 _RESULTS = Path(__file__).with_name("results")
 _REPORT_WIDTH = 100  # headings are cut in less
@@ -40,6 +42,15 @@ _SIZES = Sizes(
 _QUICK_SIZES = Sizes([64, 128], [1, 2], [16, 32], prefill_len=64, prefix_len=64, num_runs=1)
 
 
+class Part(StrEnum):
+    """engines: all of them side by side; growth: how cost grows, prefill and prefixes, of ours; profile: where a
+    decode step of ours goes."""
+
+    ENGINES = "engines"
+    GROWTH = "growth"
+    PROFILE = "profile"
+
+
 def main(
     engine: Annotated[
         list[str] | None, typer.Option(help="A name or a family of the table; repeat for several; all if left out.")
@@ -51,7 +62,7 @@ def main(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens in.")] = 128,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens out.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="Of every engine.")] = os.cpu_count() or 1,
-    growth: Annotated[bool, typer.Option(help="Also measure how cost grows, prefill and prefixes, of ours.")] = True,
+    part: Annotated[list[Part] | None, typer.Option(help="What to measure; repeat; all if left out.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, one round: whether all of it works, not how fast.")] = False,
     results_folder: Annotated[Path, typer.Option("--results", help="Where results go.")] = _RESULTS,
 ) -> None:
@@ -62,7 +73,7 @@ def main(
     plan = Plan(concurrency or [1, 8, 32], rounds, prompt_len, max_tokens)
     if quick:
         plan = Plan(concurrency or [1], num_rounds=1, prompt_len=16, max_tokens=8)
-    engines = _chosen(engine)
+    engines, parts = _chosen(engine), part or list(Part)
     console.print("measuring the machine's limits")
     reader = MemoryReader(threads)
     results = Results(
@@ -77,16 +88,13 @@ def main(
     with Field(shape, threads, peers_folder() / "logs", results, console.print) as field:
         for each in engines:
             field.start(each)
-        field.measure_rows(plan, reader.measure)
-        ours = field.process(f"deepinfer {results.float_weights}")
-        if growth and ours is not None:
+        if Part.ENGINES in parts:
+            field.measure_rows(plan, reader.measure)
+        if Part.GROWTH in parts:
             console.print("measuring how cost grows")
-            sizes = _QUICK_SIZES if quick else _SIZES
-            peer = field.process(f"llama.cpp {results.float_weights}")
-            measured = Growth(shape, reader, field, results)
-            measured.add_curves([ours, peer] if peer is not None else [ours], sizes)
-            measured.add_prefill_share(ours, sizes)
-            measured.add_prefix_ratio(ours.engine, sizes)
+            _measure_growth(shape, reader, field, results, _QUICK_SIZES if quick else _SIZES)
+    if Part.PROFILE in parts:
+        _profile_steps(plan, engines, reader, results, console)
     _publish(results, results_folder, console)
 
 
@@ -99,6 +107,24 @@ def _chosen(names: list[str] | None) -> list[Engine]:
             known = ", ".join(engine.name for engine in engines)
             raise typer.BadParameter(f"--engine is {name!r}: must be one of {known}, or the first word of one")
     return [engine for engine in engines if engine.name in names or engine.family in names]
+
+
+def _measure_growth(shape: ModelShape, reader: MemoryReader, field: Field, results: Results, sizes: Sizes) -> None:
+    ours, peer = (field.process(f"{family} {results.float_weights}") for family in ("deepinfer", "llama.cpp"))
+    if ours is None:
+        return
+    growth = Growth(shape, reader, field, results)
+    growth.add_curves([ours, peer] if peer is not None else [ours], sizes)
+    growth.add_prefill_share(ours, sizes)
+    growth.add_prefix_ratio(ours.engine, sizes)
+
+
+def _profile_steps(plan: Plan, engines: list[Engine], reader: MemoryReader, results: Results, console: Console) -> None:
+    context_len = plan.prompt_len + plan.max_tokens // 2
+    for engine in engines:
+        if engine.family == "deepinfer":
+            console.print(f"profiling a step of {engine.name}")
+            results.profiles += profile_steps(engine.weights, plan.concurrencies, context_len, results.limits, reader)
 
 
 def _publish(results: Results, folder: Path, console: Console) -> None:

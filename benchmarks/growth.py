@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,11 +21,12 @@ PREFIX_RATIO = "time to first token with a shared {:,}-token prefix ÷ without"
 _NUM_TOKENS = 32
 _SHORT_PROMPT_LEN = 32
 _TAIL_LEN = 24  # what comes after the shared prefix
+_LONG_POINT_S = 20.0  # after which a point is not measured once more
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The points of each curve, and how often each is measured."""
+    """The points of each curve, and how often each is measured: less often where once takes long already."""
 
     context_lens: list[int]
     streams: list[int]
@@ -65,8 +67,9 @@ class Growth:
             for point in sweep.points:
                 work = sweep.work(point)
                 seconds: dict[str, list[float]] = {name: [] for name in curves}
-                bandwidths = []
-                for _ in range(sizes.num_runs):
+                bandwidths: list[float] = []
+                began_s = time.perf_counter()
+                while len(bandwidths) < sizes.num_runs and time.perf_counter() - began_s < _LONG_POINT_S:
                     bandwidths.append(self._reader.measure())
                     for process in processes:
                         figures = self._field.run(process, work)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.goals import goals
-from benchmarks.results import Results, Row
+from benchmarks.results import Results, Row, StepPart, StepProfile
 
 _NOTHING = "–"
 
@@ -39,7 +39,7 @@ class TextTable:
 def all_tables(results: Results) -> list[TextTable]:
     concurrencies = sorted({row.concurrency for row in results.rows})
     tables = [_limits(results), *(_engines(results, streams) for streams in concurrencies), _starts(results)]
-    tables += [_goals(results)]
+    tables += [*_profiles(results), _goals(results)]
     return [*tables, _missing(results)] if results.missing else tables
 
 
@@ -106,6 +106,33 @@ def _engine_cells(results: Results, row: Row) -> Iterator[str]:
 def _starts(results: Results) -> TextTable:
     rows = [[engine.name, engine.version, f"{engine.start_s:.1f}"] for engine in results.engines]
     return TextTable("Versions, and the start of each process", ["engine", "version", "until its first token, s"], rows)
+
+
+def _profiles(results: Results) -> Iterator[TextTable]:
+    for weights in dict.fromkeys(profile.weights for profile in results.profiles):
+        profiles = [profile for profile in results.profiles if profile.weights == weights]
+        headings = ["part of a step"]
+        rows = [[part.name] for part in profiles[0].parts]
+        rows += [["sum of these"], ["the same step in one call"], ["a step of the engine"]]
+        for profile in profiles:
+            headings += [f"{profile.concurrency}: ms", "memory", "products"]
+            row = results.row("deepinfer", weights, profile.concurrency)
+            sum_s = sum(part.seconds for part in profile.parts)
+            for cells, part in zip(rows, profile.parts, strict=False):
+                cells += [_milliseconds(part.seconds), *_shares_of_limits(profile, part)]
+            for cells, seconds in zip(rows[-3:], (sum_s, profile.whole_s, row.step_s if row else None), strict=True):
+                cells += [_NOTHING if seconds is None else _milliseconds(seconds), _NOTHING, _NOTHING]
+        title = f"Where a decode step of ours goes, {weights}: bytes/s and operations/s as shares of the limits"
+        yield TextTable(title, headings, rows)
+
+
+def _shares_of_limits(profile: StepProfile, part: StepPart) -> Iterator[str]:
+    for least_s in (part.cost.memory_s(profile.bandwidth), part.cost.num_operations / profile.operations_per_s):
+        yield f"{least_s / part.seconds:.2f}" if least_s and part.seconds else _NOTHING
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds >= 0.1 else f"{1e3 * seconds:#.3g}"
 
 
 def _goals(results: Results) -> TextTable:

@@ -96,6 +96,27 @@ class Curve:
     limits: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """Seconds of a decode step in all calls of some operators, and what they read and compute."""
+
+    name: str
+    seconds: float
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Where a decode step of ours goes; whole_s: the same step in one call, beside its parts. The limits: as in Row."""
+
+    weights: str
+    concurrency: int
+    bandwidth: float
+    operations_per_s: float
+    whole_s: float
+    parts: list[StepPart]
+
+
 @dataclass(slots=True)
 class Results:
     """missing: engine → why it was not measured, and what would help. shares: ratios measured of ours alone."""
@@ -111,6 +132,7 @@ class Results:
     missing: dict[str, str] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     curves: list[Curve] = field(default_factory=list)
+    profiles: list[StepProfile] = field(default_factory=list)
 
     @property
     def float_weights(self) -> str:
