@@ -59,7 +59,7 @@ bench: setup $(STAMPS)/dev $(STAMPS)/bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Other engines for `make bench`, each in a folder of its own outside of this one: ~/.cache/deepinfer/peers, or
-# $DEEPINFER_PEERS. `make peers PEERS=llama.cpp` installs one.
+# $DEEPINFER_PEERS. `make peers PEERS=llama.cpp` installs one; triton-vllm needs GitHub, the others only packages.
 PEERS ?= vllm llama.cpp
 peers: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.peers $(PEERS)

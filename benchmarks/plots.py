@@ -20,6 +20,7 @@ _COLORS = {
     "deepinfer": "#c0392b",
     "deepinfer-triton": "#e67e22",
     "vllm": "#2471a3",
+    "triton-vllm": "#85c1e9",
     "llama.cpp": "#1e8449",
     "llama.cpp-server": "#76c893",
     "transformers": "#7d3c98",

@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from ctypes.util import find_library
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.engines.engine import Engine, Weights
-from benchmarks.model_files import bundled_gguf, float_folder, gguf_file, int8_folder
-from benchmarks.peers import LLAMA_CPP_VERSION, llama_cpp_missing, llama_cpp_tool, vllm_missing, vllm_python
+from benchmarks.engines.engine import DTYPES, Engine, Weights
+from benchmarks.engines.vllm_settings import tcmalloc_missing, vllm_arguments, vllm_environment
+from benchmarks.model_files import bundled_gguf, float_folder, gguf_file
+from benchmarks.peers import (
+    LLAMA_CPP_VERSION,
+    VLLM_VERSION,
+    llama_cpp_missing,
+    llama_cpp_tool,
+    triton_vllm_backend,
+    triton_vllm_missing,
+    triton_vllm_python,
+    vllm_missing,
+    vllm_python,
+)
 from benchmarks.step_cost import ModelShape, gguf_weight_bytes
 
-_DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16"}
 _GGUF_KINDS: dict[Weights, Literal["F32", "BF16", "Q8_0"]] = {"f32": "F32", "bf16": "BF16", "8-bit": "Q8_0"}
 _DEEPINFER_WORKERS = {
     "deepinfer": "benchmarks.engines.deepinfer_worker",
@@ -27,8 +36,6 @@ _LLAMA_CPP_TOOLS = {
     "llama.cpp-server": ("llama-server", "benchmarks.engines.llama_cpp_server_worker"),
 }
 _MAX_NUM_SEQS = 256
-_VLLM_MAX_NUM_SEQS = 32
-_TCMALLOC = "tcmalloc_minimal"
 
 
 def machine_has_bfloat16() -> bool:
@@ -45,6 +52,7 @@ def all_engines() -> list[Engine]:
         _transformers(peer_float),
         _vllm(peer_float),
         _vllm("8-bit"),
+        _triton_vllm(peer_float),
         *(_llama_cpp("llama.cpp", weights) for weights in (peer_float, "8-bit", "4-bit")),
         *(_llama_cpp("llama.cpp-server", weights) for weights in (peer_float, "8-bit", "4-bit")),
     ]
@@ -74,7 +82,7 @@ def _deepinfer(family: str, weights: Weights) -> Engine:
     def arguments() -> Mapping[str, Any]:
         return {
             "model": str(_model_of(weights) if weights in ("8-bit", "4-bit") else float_folder()),
-            "dtype": _DTYPES.get(weights, "auto"),
+            "dtype": DTYPES.get(weights, "auto"),
             # Said, so that what a step reads is known; peers keep 16 bits too.
             "kv_cache_dtype": "float32" if weights == "f32" else "bfloat16",
             "max_num_seqs": _MAX_NUM_SEQS,
@@ -98,48 +106,38 @@ def _transformers(weights: Weights) -> Engine:
         weights,
         "benchmarks.engines.transformers_worker",
         kv_bytes=4 if weights == "f32" else 2,
-        arguments=lambda: {"model": str(float_folder()), "dtype": _DTYPES[weights]},
+        arguments=lambda: {"model": str(float_folder()), "dtype": DTYPES[weights]},
         missing=lambda: None,
         python=_own_python,
     )
 
 
 def _vllm(weights: Weights) -> Engine:
-    def arguments() -> Mapping[str, Any]:
-        return {
-            "model": str(int8_folder() if weights == "8-bit" else float_folder()),
-            "dtype": _DTYPES.get(weights, "bfloat16"),
-            "max_model_len": 2048,
-            "max_num_seqs": _VLLM_MAX_NUM_SEQS,
-            "max_num_batched_tokens": 4096,
-            "enable_prefix_caching": False,
-            # Its compiler does not know these kernels: eager is its best setting for them.
-            "enforce_eager": weights == "8-bit",
-        }
-
-    def missing() -> str | None:
-        if find_library(_TCMALLOC) is None:
-            return "apt-get install libtcmalloc-minimal4"
-        return vllm_missing()
-
-    def environment(num_threads: int) -> Mapping[str, str]:
-        return {
-            "LD_PRELOAD": f"{find_library(_TCMALLOC)}:{vllm_python().parents[1] / 'lib' / 'libiomp5.so'}",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            # Its own choice leaves one core idle.
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-
     return Engine(
         "vllm",
         weights,
         "benchmarks.engines.vllm_worker",
         kv_bytes=4 if weights == "f32" else 2,
-        arguments=arguments,
-        missing=missing,
+        arguments=lambda: vllm_arguments(weights),
+        missing=lambda: tcmalloc_missing() or vllm_missing(),
         python=vllm_python,
-        environment=environment,
+        environment=lambda num_threads: vllm_environment(vllm_python(), num_threads),
+    )
+
+
+def _triton_vllm(weights: Weights) -> Engine:
+    def arguments() -> Mapping[str, Any]:
+        places = {"python": str(triton_vllm_python()), "backend": str(triton_vllm_backend())}
+        return {**vllm_arguments(weights), **places, "version": VLLM_VERSION}
+
+    return Engine(
+        "triton-vllm",
+        weights,
+        "benchmarks.engines.triton_vllm_worker",
+        kv_bytes=4 if weights == "f32" else 2,
+        arguments=arguments,
+        missing=lambda: tcmalloc_missing() or triton_vllm_missing(),
+        python=_own_python,
     )
 
 

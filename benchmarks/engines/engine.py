@@ -18,6 +18,9 @@ from benchmarks.workload import Figures, Work
 
 Weights = Literal["f32", "bf16", "8-bit", "4-bit"]
 
+DTYPES: Mapping[Weights, str] = {"f32": "float32", "bf16": "bfloat16"}
+"""What those that are floats are called elsewhere."""
+
 _ROOT = Path(__file__).parents[2]
 _CLOSE_TIMEOUT_S = 20.0
 _NUM_LOG_LINES = 12
