@@ -86,7 +86,7 @@ def main(
     )
     shape = ModelShape.read(float_folder())
     with Field(shape, threads, peers_folder() / "logs", results, console.print) as field:
-        for each in engines:
+        for each in engines if parts != [Part.PROFILE] else []:
             field.start(each)
         if Part.ENGINES in parts:
             field.measure_rows(plan, reader.measure)

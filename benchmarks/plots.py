@@ -26,7 +26,7 @@ _COLORS = {
     "transformers": "#7d3c98",
 }
 _MARKERS = {"f32": "s", "bf16": "o", "8-bit": "^", "4-bit": "v"}
-_STYLES = {"f32": "-", "bf16": "-", "8-bit": "--", "4-bit": ":"}
+_STYLES = {"f32": "-", "bf16": "-.", "8-bit": "--", "4-bit": ":"}
 _LIMIT_COLOR = "#555555"
 
 
@@ -50,6 +50,7 @@ def _draw(file: Path, draw: Callable[[Axes], None]) -> Path:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     draw(axes)
     axes.grid(True, which="major", color="#dddddd")
+    axes.grid(True, which="minor", axis="y", color="#eeeeee", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -127,7 +128,8 @@ def _growth(axes: Axes, curves: list[Curve]) -> None:
     points = sorted({point for curve in curves for point in curve.points})
     axes.set_xticks(points, [f"{point:,}" for point in points])
     axes.set(xlabel=curves[0].along, ylabel=curves[0].what)
-    axes.set_title("Dotted: reading memory and matrix products alone, one after the other")
+    limit = "dotted: reading memory and matrix products alone, one after the other"
+    axes.set_title(f"{curves[0].what}, by {curves[0].along}\n{limit}", fontsize="medium")
 
 
 class _PlainNumbers(LogFormatter):  # type: ignore[misc]

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_PROMPTS = 32
-_PROMPTS_PER_STREAM = 2
+_MIN_PROMPTS = 2
 _FIRST_TOKEN_ID = 20  # those before are special
 
 
@@ -54,8 +53,8 @@ def make_prompts(vocab_size: int, num_prompts: int, prompt_len: int, seed: int =
 
 
 def num_prompts_for(concurrency: int) -> int:
-    """At least one for every stream; few streams do fewer, so that a run of one stream ends soon."""
-    return max(concurrency, min(MIN_PROMPTS, concurrency * _PROMPTS_PER_STREAM))
+    """One for every stream: all of them prefill, then all of them decode, as llama.cpp's bench does it."""
+    return max(concurrency, _MIN_PROMPTS)
 
 
 class TokenClock:

@@ -54,7 +54,7 @@ def all_engines() -> list[Engine]:
         _vllm("8-bit"),
         _triton_vllm(peer_float),
         *(_llama_cpp("llama.cpp", weights) for weights in (peer_float, "8-bit", "4-bit")),
-        *(_llama_cpp("llama.cpp-server", weights) for weights in (peer_float, "8-bit", "4-bit")),
+        *(_llama_cpp("llama.cpp-server", weights) for weights in (peer_float, "4-bit")),
     ]
 
 

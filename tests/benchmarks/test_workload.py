@@ -14,7 +14,7 @@ def test_no_two_prompts_begin_alike() -> None:
     assert prompts == make_prompts(49152, 64, 128), "every engine and every round gets the same"
 
 
-@pytest.mark.parametrize(("concurrency", "num_prompts"), [(1, 2), (8, 16), (32, 32), (256, 256)])
+@pytest.mark.parametrize(("concurrency", "num_prompts"), [(1, 2), (8, 8), (32, 32), (256, 256)])
 def test_every_stream_has_a_prompt(concurrency: int, num_prompts: int) -> None:
     assert num_prompts_for(concurrency) == num_prompts
 
