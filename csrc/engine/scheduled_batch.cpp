@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "uniform.hpp"
+
 namespace deepinfer {
 namespace {
 

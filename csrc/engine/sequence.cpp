@@ -45,20 +45,6 @@ bool SamplingOptions::is_end_token(int32_t token_id) const {
   return (!ignore_eos && contains(eos_token_ids, token_id)) || contains(stop_token_ids, token_id);
 }
 
-// splitmix64 (Steele, Lea, Flood 2014) as a counter-based generator: the state after `output_index` steps is known
-// without taking them. The seed is scrambled first, or neighbouring seeds would share their numbers.
-double uniform_of(uint64_t seed, int64_t output_index) {
-  const auto scramble = [](uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-  };
-  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
-  const uint64_t state = scramble(seed + kGolden) + (static_cast<uint64_t>(output_index) + 1) * kGolden;
-  constexpr int kMantissaBits = 53;
-  return std::ldexp(static_cast<double>(scramble(state) >> (64 - kMantissaBits)), -kMantissaBits);
-}
-
 FinishReason Sequence::finish_reason() const {
   switch (status) {
     case SequenceStatus::kFinishedStopped:

@@ -44,10 +44,6 @@ enum class SequenceStatus : uint8_t {
   kFinishedError,
 };
 
-// The uniform number in [0, 1) that samples output `output_index`; depends on these two only, so that a token depends
-// on neither the batch nor the steps that led to it.
-[[nodiscard]] double uniform_of(uint64_t seed, int64_t output_index);
-
 // Owns its tokens and counts; the Scheduler changes them, the BlockManager fills its block table.
 //
 //   0 ............ num_computed_tokens ...... n = tokens.size() ...... n + num_inflight_tokens
