@@ -12,6 +12,10 @@ constexpr int64_t kWidth = kGroupedColumnWidth;
 constexpr int64_t kParts = kWidth / kLanes;  // vectors of a column
 constexpr int64_t kStepBytes = kWidth * 4;
 constexpr int64_t kQuadInputs = 16;  // 4 steps: what is packed or unpacked at a time
+constexpr int64_t kLineBytes = 64;
+// How far before their use codes are fetched from memory, into the next column too: one row uses them faster than the
+// processor foresees, which stops at the end of every page.
+constexpr int64_t kAheadBytes = 4096;
 
 // Rows whose products are summed together: as many as the registers hold.
 #if defined(__AVX512F__)
@@ -133,6 +137,9 @@ template <int kBits, int64_t kBlockInputs, int64_t kRows>
   F32 totals[kRows][kParts] = {};
   for (int64_t group = 0; group < column.num_groups; ++group) {
     for (int64_t block = 0; block < column.blocks_per_group; ++block) {
+      for (int64_t at = 0; at < kQuads * kQuadBytes<kBits>; at += kLineBytes) {
+        __builtin_prefetch(codes + kAheadBytes + at);
+      }
 #pragma GCC unroll 1
       for (int64_t part = 0; part < kParts; ++part) {
         DotProducts<kBits> products[kRows];
