@@ -26,12 +26,12 @@ constexpr int kMaxSums = 12;
 #endif
 constexpr int kMaxTileColumns = 4;
 
-constexpr int64_t kBlockSteps = 256;  // at most, of a column: 16 KiB, which stay in L1 while a block's rows pass by
-constexpr int64_t kBlockRows = 96;    // whose inputs in a block of steps stay in L2
-constexpr int64_t kBlockColumns = 8;  // that such a block of inputs passes by before the next one
+constexpr int64_t kBlockInputs = 256;  // at most, of a column: 16 KiB, which stay in L1 while a block's rows pass by
+constexpr int64_t kBlockRows = 96;     // whose inputs in a block of inputs stay in L2
+constexpr int64_t kBlockColumns = 8;   // that such a block of inputs passes by before the next one
 
 // A format says how many inputs there are in the 32 bits of a step (kInputs), what x is made of (Input), and how a step
-// is multiplied, input by input.
+// is multiplied, input by input. kInputs > 1: Float32 multiplies the same when each input's `weights` are stored.
 struct Float32 {
   using Input = float;
   using Operand = F32;
@@ -146,6 +146,31 @@ void multiply_tile_of(int num_rows, int num_columns, const Tile<Format>& tile) {
   }
 }
 
+// A column's steps as Float32 has them.
+template <typename Format>
+void unpack_steps(const char* weight, int64_t num_steps, float* to) {
+  for (; num_steps > 0; --num_steps, weight += kStepBytes) {
+    for (int input = 0; input < Format::kInputs; ++input) {
+      for (int v = 0; v < kVectors; ++v, to += kLanes) store(Format::weights(weight + v * kLanes * 4, input), to);
+    }
+  }
+}
+
+template <typename Format>
+Tile<Float32> unpacked_tile(const Tile<Format>& tile, const float* unpacked) {
+  return {tile.x,
+          tile.x_stride,
+          reinterpret_cast<const char*>(unpacked),
+          0,
+          tile.num_inputs,
+          tile.start,
+          tile.start_stride,
+          tile.y,
+          tile.y_stride,
+          tile.ahead,
+          tile.ahead_bytes / Format::kInputs};
+}
+
 template <typename Format>
 struct Product {
   const typename Format::Input* x;
@@ -166,7 +191,10 @@ void multiply_block(const Product<Format>& product, int64_t num_rows, int64_t nu
   const int64_t num_tiles = ceil_div(num_rows, kMaxTileRows);
   const int max_columns = max_tile_columns(static_cast<int>(ceil_div(num_rows, num_tiles)));
   const int64_t num_steps = ceil_div(product.num_inputs, Format::kInputs);
-  const int64_t block_steps = ceil_div(num_steps, ceil_div(num_steps, kBlockSteps));
+  const int64_t block_steps = ceil_div(num_steps, ceil_div(product.num_inputs, kBlockInputs));
+  // From two whole tiles on, unpacking once costs less than in each of them.
+  [[maybe_unused]] const bool unpacks = num_rows >= 2 * kMaxTileRows && max_columns == 1;
+  [[maybe_unused]] alignas(64) float unpacked[Format::kInputs > 1 ? kBlockInputs * kColumnWidth : 1];
   for (int64_t first_step = 0; first_step < num_steps; first_step += block_steps) {
     const int64_t first_input = first_step * Format::kInputs;
     Tile<Format> tile;
@@ -183,6 +211,9 @@ void multiply_block(const Product<Format>& product, int64_t num_rows, int64_t nu
         next = product.weight + (first_step + block_steps) * kStepBytes;
       }
       tile.ahead_bytes = kStepBytes / num_tiles;
+      if constexpr (Format::kInputs > 1) {
+        if (unpacks) unpack_steps<Format>(tile.weight, ceil_div(tile.num_inputs, Format::kInputs), unpacked);
+      }
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t row = num_rows * t / num_tiles;
         tile.x = product.x + row * product.x_stride + first_input;
@@ -196,6 +227,12 @@ void multiply_block(const Product<Format>& product, int64_t num_rows, int64_t nu
         }
         tile.ahead = next + t * tile.ahead_bytes * block_steps;
         const int tile_rows = static_cast<int>(num_rows * (t + 1) / num_tiles - row);
+        if constexpr (Format::kInputs > 1) {
+          if (unpacks) {
+            multiply_tile_of<Float32, kMaxTileRows, 1>(tile_rows, 1, unpacked_tile(tile, unpacked));
+            continue;
+          }
+        }
         multiply_tile_of<Format, kMaxTileRows, kMaxTileColumns>(tile_rows, tile_columns, tile);
       }
       column += tile_columns;
