@@ -87,6 +87,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """→ (text that is certain, the stop string that was found or None)."""
+        if not self._stop:
+            return text, None
         text = self._held + text
         found = [(position, string) for string in self._stop if (position := text.find(string)) >= 0]
         if found:

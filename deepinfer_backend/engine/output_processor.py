@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,8 @@ class _Sequence:
         now_ns = time.monotonic_ns()
         self.num_tokens += 1
         self.cumulative_logprob += _shown_logprob(output.logprob) if not math.isnan(output.logprob) else 0.0
-        self.times = replace(
-            self.times,
+        self.times = RequestTimes(
+            arrival_time_ns=self.times.arrival_time_ns,
             first_scheduled_time_ns=output.first_scheduled_time_ns,
             first_token_time_ns=self.times.first_token_time_ns or now_ns,
             last_token_time_ns=now_ns,

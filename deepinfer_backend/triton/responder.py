@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -36,7 +36,7 @@ class TokensToText(Protocol):
     """What the responder needs of an OutputProcessor."""
 
     def add_request(self, request: EngineRequest, arrival_time_ns: int) -> None: ...
-    def process(self, outputs: list[RequestOutput], results: list[RequestResult]) -> ProcessedOutputs: ...
+    def process(self, outputs: Sequence[RequestOutput], results: Sequence[RequestResult]) -> ProcessedOutputs: ...
     def remove_request(self, request_id: str) -> None: ...
 
 
@@ -176,8 +176,10 @@ class Responder:
         # In this order no answer that is already there is lost to an error that came later.
         for event in events:
             if isinstance(event, _Admit):
-                with self._guard(event.request.request_id):
+                try:
                     self._admit(event.request)
+                except Exception as error:
+                    self._end_alone(event.request.request_id, error)
         self._respond([event for event in events if isinstance(event, EngineOutputs)])
         for event in events:
             if isinstance(event, _Fail):
@@ -217,12 +219,14 @@ class Responder:
             if request_id not in self._admitted:
                 ids_to_abort.append(request_id)  # nobody waits for it: the engine need not compute it
                 continue
-            with self._guard(request_id):
-                processed = self._output_processor.process(outputs[request_id], results[request_id])
+            try:
+                processed = self._output_processor.process(outputs.get(request_id, ()), results.get(request_id, ()))
                 ids_to_abort.extend(processed.request_ids_to_abort)
                 sequences_to_abort.extend(processed.sequences_to_abort)
                 for _, delta in processed.deltas:
                     self._send(request_id, delta)
+            except Exception as error:
+                self._end_alone(request_id, error)
         for round_ in rounds:
             for failure in round_.failures:
                 self._end_with_error(failure.request_id, failure.error, abort=False)
@@ -291,13 +295,9 @@ class Responder:
             except Exception:
                 logger.exception("request %s: an observer failed", request_id)
 
-    @contextmanager
-    def _guard(self, request_id: str) -> Iterator[None]:
-        """An error while answering one request ends that request alone."""
-        try:
-            yield
-        except DeepInferError as error:
-            self._end_with_error(request_id, error)
-        except Exception:
-            logger.exception("request %s: cannot be answered", request_id)
-            self._end_with_error(request_id, request_failed_error(request_id))
+    def _end_alone(self, request_id: str, error: Exception) -> None:
+        """What was raised while a request was answered ends that request, and no other."""
+        if not isinstance(error, DeepInferError):
+            logger.error("request %s: cannot be answered", request_id, exc_info=error)
+            error = request_failed_error(request_id)
+        self._end_with_error(request_id, error)

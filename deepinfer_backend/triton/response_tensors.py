@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,23 @@ from numpy.typing import NDArray
 from deepinfer_backend.outputs import Logprobs, TextDelta
 
 
-def build_output_tensors(deltas: Sequence[TextDelta], output_names: Iterable[str]) -> list[Any]:
+def build_output_tensors(deltas: Sequence[TextDelta], output_names: frozenset[str]) -> list[Any]:
     """The tensors with these names, for one delta or for the whole sequences of a request in order of their index.
 
     Tensors of shape [-1] have one element per delta, but `token_ids`: the tokens of all of them, one after the other,
     of which `num_output_tokens` says how many belong to each. `prompt_logprobs` is left out where there are none.
     """
-    names = frozenset(output_names)
     return [
         pb_utils.Tensor(name, build(deltas))
-        for name, build in _BUILDERS.items()
-        if name in names and (name != "prompt_logprobs" or _prompt_logprobs(deltas) is not None)
+        for name, build in _builders_of(output_names)
+        if name != "prompt_logprobs" or _prompt_logprobs(deltas) is not None
     ]
+
+
+@lru_cache
+def _builders_of(output_names: frozenset[str]) -> list[tuple[str, Callable[[Sequence[TextDelta]], NDArray[Any]]]]:
+    """Kept: a server has few kinds of clients, and each token of theirs comes here."""
+    return [(name, build) for name, build in _BUILDERS.items() if name in output_names]
 
 
 def _texts(values: Iterable[str]) -> NDArray[np.object_]:
