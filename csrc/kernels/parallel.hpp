@@ -5,8 +5,10 @@
 
 namespace deepinfer {
 
-// Calls body(context, begin, end) for parts of [0, count), each of at least `grain` but the last, and returns when all
-// are done. Only the thread that computes for the engine calls it. The body throws nothing.
+// Calls body(context, begin, end) for parts of [0, count) and returns when all are done. A thread gets several parts, one
+// after another, and which ones differs from call to call: one that another program keeps from its core does less, and
+// the others more. No more threads take part than there are `grain`s in `count`. Only the thread that computes for the
+// engine calls it. The body throws nothing, and what it writes does not depend on the parts.
 void parallel_ranges(int64_t count, int64_t grain, void (*body)(const void* context, int64_t begin, int64_t end),
                      const void* context);
 
