@@ -19,9 +19,31 @@ class Listener(NamedTuple):
     inode: int
 
 
-def find_listeners(pid: int) -> set[Listener]:
-    """Raises OSError for a process that is gone or is not ours to look at."""
-    inodes = _socket_inodes(pid)
+class ListenerFinder:
+    """Finds the listeners of one process again and again.
+
+    The kernel's tables take 2 ms each to read, however few connections there are, so they are read only while the
+    process has sockets that it had not at the last two calls: one that is new may begin to listen a moment later.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._last_inodes: set[int] = set()
+        self._known_inodes: set[int] = set()  # of the last two calls
+        self._listeners: set[Listener] = set()
+
+    def find(self) -> set[Listener]:
+        """Raises OSError for a process that is gone or is not ours to look at."""
+        inodes = _socket_inodes(self._pid)
+        if inodes <= self._known_inodes:
+            self._listeners = {listener for listener in self._listeners if listener.inode in inodes}
+        else:
+            self._listeners = _find_listeners(self._pid, inodes)
+        self._known_inodes, self._last_inodes = inodes & self._last_inodes, inodes
+        return self._listeners
+
+
+def _find_listeners(pid: int, inodes: set[int]) -> set[Listener]:
     listeners = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # a kernel without IPv6

@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
 
-from deepinfer_backend.triton.listeners import Listener, find_listeners
+from deepinfer_backend.triton.listeners import Listener, ListenerFinder
 
 DRAIN_FILE_VARIABLE = "DEEPINFER_DRAIN_FILE"
 DRAIN_TIMEOUT_VARIABLE = "DEEPINFER_DRAIN_TIMEOUT_S"
@@ -55,7 +55,7 @@ class ShutdownSignal:
         is_available: Callable[[], bool],
     ) -> None:
         """`is_available`: whether the model says of itself that it is; newer Tritons ask it for its readiness."""
-        self._server_pid = server_pid
+        self._listener_finder = ListenerFinder(server_pid)
         self._drain_file = drain_file
         path = f"/v2/models/{quote(model_name, safe='')}/versions/{quote(model_version, safe='')}/ready"
         self._probe_request = f"GET {path} HTTP/1.0\r\n\r\n".encode()
@@ -117,7 +117,7 @@ class ShutdownSignal:
 
     def _find_sign(self, is_busy: bool) -> Ending:
         try:
-            listeners = find_listeners(self._server_pid)
+            listeners = self._listener_finder.find()
         except OSError:
             return Ending.NOTHING  # not ours to look at: only the file tells
         if not self._listeners <= listeners:
@@ -126,7 +126,8 @@ class ShutdownSignal:
         self._listeners = listeners
         sign = Ending.NOTHING
         # An idle model asks until it knows whom to ask: its first request may still run when it is unloaded.
-        for listener in listeners if is_busy or not self._ready_listeners else ():
+        asked = tuple(self._ready_listeners or listeners)
+        for listener in asked if is_busy or not self._ready_listeners else ():
             was_available = self._is_available()
             answer = self._probe(listener)
             if answer is _Answer.CLOSED and listener in self._http_listeners:

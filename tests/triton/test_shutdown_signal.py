@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_backend.triton import shutdown_signal
-from deepinfer_backend.triton.listeners import find_listeners
+from deepinfer_backend.triton.listeners import ListenerFinder
 from deepinfer_backend.triton.shutdown_signal import Ending, ShutdownSignal
 
 
@@ -80,10 +80,22 @@ LONG_AGO_S = 0.0
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_listeners_of_a_process_are_found_with_an_address_that_reaches_them(host: str) -> None:
+    finder = ListenerFinder(os.getpid())
     with socket.create_server((host, 0)) as listening:
         port = listening.getsockname()[1]
-        assert [listener.host for listener in find_listeners(os.getpid()) if listener.port == port] == ["127.0.0.1"]
-    assert port not in {listener.port for listener in find_listeners(os.getpid())}
+        for _ in range(3):
+            assert [listener.host for listener in finder.find() if listener.port == port] == ["127.0.0.1"]
+    assert port not in {listener.port for listener in finder.find()}
+
+
+def test_a_socket_that_listens_later_is_found() -> None:
+    finder = ListenerFinder(os.getpid())
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        port = opened.getsockname()[1]
+        assert port not in {listener.port for listener in finder.find()}
+        opened.listen()
+        assert port in {listener.port for listener in finder.find()}
 
 
 def test_the_launchers_file_is_a_sign(tmp_path: Path) -> None:
@@ -148,6 +160,17 @@ def test_an_idle_model_learns_whom_to_ask_and_then_does_not(endpoint: HttpEndpoi
     endpoint.status = "400 Bad Request"
     assert look(signal, is_busy=False) == [NOTHING] * 3
     assert look(signal) == [NOTHING, MODEL, MODEL]
+
+
+def test_who_knows_the_model_is_asked_alone(endpoint: HttpEndpoint) -> None:
+    signal = make_signal()
+    other = HttpEndpoint()
+    other.status = "404 Not Found"
+    look(signal)
+    endpoint.request_line = other.request_line = b""
+    look(signal)
+    assert (bool(endpoint.request_line), other.request_line) == (True, b"")
+    other.close()
 
 
 def test_readiness_that_needs_a_key_is_no_sign(endpoint: HttpEndpoint) -> None:
