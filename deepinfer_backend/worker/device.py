@@ -6,10 +6,13 @@ as well.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -34,7 +37,9 @@ class DeviceStream(Protocol):
     """Runs submitted functions one after another. `busy_s`: seconds the device spent in them so far."""
 
     device: torch.device
-    busy_s: float
+
+    @property
+    def busy_s(self) -> float: ...
 
     def submit(self, work: Callable[[], T]) -> Pending[T]: ...
 
@@ -46,18 +51,51 @@ def open_stream(device: torch.device) -> DeviceStream:
 
 
 class _OnDeviceThread(Generic[T]):
-    def __init__(self, future: Future[T]) -> None:
-        self._future = future
+    """Work for the device thread, then what came of it.
+
+    A bare lock, held until then, stands where a `Future` would have a condition: between two forwards every
+    microsecond of Python counts.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._not_done = threading.Lock()
+        self._not_done.acquire()
+
+    def run(self) -> None:
+        """On the device thread, once."""
+        assert self._work is not None
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+        # What the work refers to, such as the step before, is not kept alive by its value.
+        self._work = None
+        self._not_done.release()
 
     def result(self) -> T:
-        return self._future.result()
+        with self._not_done:
+            return self.on_stream()
 
     def on_stream(self) -> T:
-        # Asked on the device thread, which ran the work before: it never waits.
-        return self._future.result(timeout=0)
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
 
     def on_stream_or_none(self) -> T | None:
-        return None if self._future.exception(timeout=0) else self._future.result(timeout=0)
+        return self._value
+
+
+@dataclass(slots=True)
+class _BusyTime:
+    """Written by the device thread."""
+
+    seconds: float = 0.0
+
+
+_Queue = SimpleQueue[_OnDeviceThread[Any] | None]
 
 
 class CpuStream:
@@ -65,22 +103,40 @@ class CpuStream:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.busy_s = 0.0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepinfer-device")
+        self._busy = _BusyTime()
+        self._queue: _Queue = SimpleQueue()
+        thread = threading.Thread(
+            target=_run_device, args=(self._queue, self._busy), name="deepinfer-device", daemon=True
+        )
+        thread.start()
+        # Also when nobody closes it: the interpreter must not end while the thread computes.
+        self._end = weakref.finalize(self, _end_device, self._queue, thread)
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy.seconds
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
-        return _OnDeviceThread(self._thread.submit(self._run, work))
-
-    def _run(self, work: Callable[[], T]) -> T:
-        started = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                return work()
-        finally:
-            self.busy_s += time.perf_counter() - started
+        pending = _OnDeviceThread(work)
+        self._queue.put(pending)
+        return pending
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._end()
+
+
+def _run_device(queue: _Queue, busy: _BusyTime) -> None:
+    with torch.inference_mode():
+        while (pending := queue.get()) is not None:
+            started = time.perf_counter()
+            pending.run()
+            busy.seconds += time.perf_counter() - started
+            del pending  # its value may be freed while the thread waits
+
+
+def _end_device(queue: _Queue, thread: threading.Thread) -> None:
+    queue.put(None)
+    thread.join()
 
 
 class _OnCudaStream(Generic[T]):
