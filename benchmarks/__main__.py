@@ -84,8 +84,6 @@ def main(
         max_tokens=plan.max_tokens,
         limits=measure_limits(reader),
     )
-    if Part.PROFILE in parts:
-        _profile_steps(plan, engines, reader, results, console)
     shape = ModelShape.read(float_folder())
     with Field(shape, threads, peers_folder() / "logs", results, console.print) as field:
         for each in engines if parts != [Part.PROFILE] else []:
@@ -95,6 +93,8 @@ def main(
         if Part.GROWTH in parts:
             console.print("measuring how cost grows")
             _measure_growth(shape, reader, field, results, _QUICK_SIZES if quick else _SIZES)
+    if Part.PROFILE in parts:
+        _profile_steps(plan, engines, reader, results, console)
     _publish(results, results_folder, console)
 
 

@@ -123,7 +123,7 @@ class StepOperators:
             hidden = watch.time(DOWN, layer.down.forward, x)
         x = watch.time(NORMS, kernels.rms_norm, hidden, self._final_norm, spec.rms_norm_eps, residual)
         logits: torch.Tensor = watch.time(OUTPUT_LAYER, self._output_layer.forward, x)
-        watch.time(SAMPLING, kernels.argmax, logits)
+        watch.time(SAMPLING, kernels.sample_tokens, logits, *batch.greedy)
         return logits
 
     def costs(self, num_seqs: int, context_len: int, kv_bytes: int) -> dict[str, Cost]:
@@ -158,6 +158,8 @@ class DecodeBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     step: AttentionStep
+    greedy: tuple[torch.Tensor, ...]
+    """What `sample_tokens` takes besides the logits."""
 
     @staticmethod
     def of(num_seqs: int, context_len: int, vocab_size: int) -> DecodeBatch:
@@ -174,7 +176,9 @@ class DecodeBatch:
             max_seq_len=context_len,
         )
         token_ids = torch.randint(vocab_size, (num_seqs,), generator=torch.Generator().manual_seed(0))
-        return DecodeBatch(token_ids, torch.full((num_seqs,), last), step)
+        off = torch.zeros(num_seqs)
+        greedy = (off, off, off.int(), torch.ones(num_seqs), off.double(), torch.empty_like(token_ids))
+        return DecodeBatch(token_ids, torch.full((num_seqs,), last), step, greedy)
 
 
 def profile_steps(
@@ -201,7 +205,7 @@ def profile_steps(
             watches.append(Stopwatch(call_s))
             operators.run(watches[-1], batch, cache)
             began_s = time.perf_counter()
-            kernels.argmax(run_whole(model, batch, cache))
+            kernels.sample_tokens(run_whole(model, batch, cache), *batch.greedy)
             wholes_s.append(time.perf_counter() - began_s)
         costs = operators.costs(num_seqs, context_len, cache_dtype.itemsize)
         profiles.append(
@@ -224,7 +228,8 @@ def profile_steps(
 def run_whole(model: NativeModel, batch: DecodeBatch, cache: KVCache) -> torch.Tensor:
     """The logits of the same step as the engine computes it."""
     rows = torch.arange(len(batch.token_ids))
-    return model.forward(batch.token_ids, batch.positions, batch.step, cache.layers, rows).logits
+    model.use_caches(cache.layers)
+    return model.forward(batch.token_ids, batch.positions, batch.step, rows).logits
 
 
 def _open_weights(weights: Weights) -> WeightSource:

@@ -62,7 +62,7 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& in
                                  const py::array& top_p, const py::array& min_p, const py::array& uniforms,
                                  const py::array& banned_rows, const py::array& banned_token_ids) {
   StepArrays arrays;
-  arrays.token_ids = checked_data<int32_t>("token_ids", token_ids, {-1});
+  arrays.token_ids = checked_data<int64_t>("token_ids", token_ids, {-1});
   arrays.seq_lens = checked_data<int32_t>("seq_lens", seq_lens, {-1});
   const py::ssize_t tokens = token_ids.shape(0), seqs = seq_lens.shape(0);
   if (seqs == 0) throw py::value_error("seq_lens: must have room for one sequence at least");
@@ -250,7 +250,7 @@ void bind_batch(py::module_& m) {
       .def_readonly("max_seq_len", &ScheduledBatch::max_seq_len)
       .def_readonly("max_num_blocks", &ScheduledBatch::max_num_blocks)
       .def_readonly("all_greedy", &ScheduledBatch::all_greedy)
-      .def_readonly("any_top_k", &ScheduledBatch::any_top_k)
+      .def_readonly("max_top_k", &ScheduledBatch::max_top_k)
       .def_readonly("any_top_p", &ScheduledBatch::any_top_p)
       .def_readonly("any_min_p", &ScheduledBatch::any_min_p)
       .def_readonly("any_lora", &ScheduledBatch::any_lora)

@@ -96,7 +96,7 @@ class StepArrays:
     def __init__(
         self,
         *,
-        token_ids: NDArray[np.int32],  # [T] host-known token ids (0 where the device knows better)
+        token_ids: NDArray[np.int64],  # [T] host-known token ids (0 where the device knows better)
         inflight_rows: NDArray[np.int32],  # [T] row of the previous step's samples that is this token, or -1
         positions: NDArray[np.int64],  # [T]
         slot_mapping: NDArray[np.int64],  # [T] block * block_size + offset, where the token's K and V go
@@ -166,7 +166,7 @@ class SchedulerOutputs:
     max_seq_len: int
     max_num_blocks: int  # longest block table of the batch
     all_greedy: bool
-    any_top_k: bool
+    max_top_k: int  # of the rows that are not greedy, as are the next two; 0: nobody uses it
     any_top_p: bool
     any_min_p: bool
     any_lora: bool

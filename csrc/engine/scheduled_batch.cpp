@@ -8,8 +8,8 @@
 namespace deepinfer {
 namespace {
 
-template <typename T>
-void copy_to(const std::vector<T>& values, T* target) {
+template <typename T, typename Target>
+void copy_to(const std::vector<T>& values, Target* target) {
   std::copy(values.begin(), values.end(), target);
 }
 
@@ -29,7 +29,8 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   is_prefill = is_prefill_step;
   max_query_len = max_seq_len = max_num_blocks = 0;
   all_greedy = true;
-  any_top_k = any_top_p = any_min_p = any_lora = false;
+  max_top_k = 0;
+  any_top_p = any_min_p = any_lora = false;
   num_preempted = num_cached_tokens = 0;
   num_new_outputs = 0;
   rows.clear();
@@ -103,7 +104,7 @@ void ScheduledBatch::add_sampled_row(const Sequence& sequence, int64_t output_in
   uniforms_.push_back(uniform_of(options.seed, output_index));
   if (options.temperature > 0) {
     all_greedy = false;
-    any_top_k |= options.top_k > 0;
+    max_top_k = std::max(max_top_k, options.top_k);
     any_top_p |= options.top_p < 1;
     any_min_p |= options.min_p > 0;
   }

@@ -43,7 +43,7 @@ struct StepArrays {
   size_t max_blocks_per_seq = 0;  // B
   size_t max_num_logits = 0;      // L
   size_t max_num_banned = 0;      // M
-  int32_t* token_ids = nullptr;
+  int64_t* token_ids = nullptr;
   int32_t* inflight_rows = nullptr;
   int64_t* positions = nullptr;
   int64_t* slot_mapping = nullptr;
@@ -122,7 +122,7 @@ class ScheduledBatch {
   int64_t max_seq_len = 0;
   int64_t max_num_blocks = 0;
   bool all_greedy = true;
-  bool any_top_k = false;  // of the rows that are not greedy, as is the next
+  int32_t max_top_k = 0;  // of the rows that are not greedy, as are the next two; 0: nobody uses it
   bool any_top_p = false;
   bool any_min_p = false;
   bool any_lora = false;

@@ -129,17 +129,46 @@ class DecoderModule : public torch::CustomClassHolder {
     }
   }
 
+  // keys, values and their scales (empty lists unless the cache is int8), one for each layer as `layer_cache_of` takes
+  // them: what every later forward writes and reads.
+  void use_caches(const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+                  const std::vector<Tensor>& key_scales, const std::vector<Tensor>& value_scales) {
+    const DecoderConfig& config = decoder_->config();
+    const auto num_layers = static_cast<size_t>(decoder_->num_layers());
+    TORCH_CHECK_VALUE(keys.size() == num_layers && values.size() == num_layers, "keys and values have ", keys.size(),
+                      " and ", values.size(), " layers: must have ", num_layers);
+    TORCH_CHECK_VALUE(
+        key_scales.size() == value_scales.size() && (key_scales.empty() || key_scales.size() == num_layers),
+        "key_scales and value_scales have ", key_scales.size(), " and ", value_scales.size(),
+        " layers: must both have ", num_layers, ", or none");
+    caches_.clear();
+    kept_caches_.clear();
+    for (size_t layer = 0; layer < num_layers; ++layer) {
+      const auto scales_of = [layer](const std::vector<Tensor>& scales) {
+        return scales.empty() ? std::optional<Tensor>() : scales[layer];
+      };
+      const cpu::LayerCache cache =
+          layer_cache_of(keys[layer], values[layer], scales_of(key_scales), scales_of(value_scales));
+      TORCH_CHECK_VALUE(cache.num_kv_heads == config.num_kv_heads && cache.key_dim == config.head_dim &&
+                            cache.value_dim == config.head_dim,
+                        "keys and values of layer ", layer, " have ", cache.num_kv_heads, " heads of ", cache.key_dim,
+                        " and ", cache.value_dim, ": must have ", config.num_kv_heads, " of ", config.head_dim);
+      caches_.push_back(cache);
+    }
+    for (const auto* tensors : {&keys, &values, &key_scales, &value_scales}) {
+      kept_caches_.insert(kept_caches_.end(), tensors->begin(), tensors->end());
+    }
+  }
+
   // token_ids, positions, slot_mapping [num_tokens] int64; block_tables [num_seqs, max_blocks], seq_lens [num_seqs],
-  // query_start_loc [num_seqs + 1] int32; keys, values and their scales (empty lists unless the cache is int8), one for
-  // each layer as `layer_cache_of` takes them; logits_indices [num_logits] int64 → logits [num_logits, vocab_size] and
+  // query_start_loc [num_seqs + 1] int32; logits_indices [num_logits] int64 → logits [num_logits, vocab_size] and
   // hidden_states [num_logits, hidden_size], what the output layer was given, both float32.
   //
   // Both are views of memory that the next forward writes again: whoever reads them is done by then.
   std::tuple<Tensor, Tensor> forward(const Tensor& token_ids, const Tensor& positions, const Tensor& block_tables,
                                      const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& slot_mapping,
-                                     const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-                                     const std::vector<Tensor>& key_scales, const std::vector<Tensor>& value_scales,
                                      const Tensor& logits_indices) {
+    TORCH_CHECK_VALUE(!caches_.empty(), "use_caches comes before the first forward");
     const int64_t num_tokens = token_ids.numel(), num_seqs = seq_lens.numel(), num_logits = logits_indices.numel();
     check_tensor("positions", positions, at::kLong, {num_tokens});
     check_tensor("slot_mapping", slot_mapping, at::kLong, {num_tokens});
@@ -149,7 +178,6 @@ class DecoderModule : public torch::CustomClassHolder {
                           block_tables.size(0) == num_seqs && block_tables.stride(1) == 1,
                       "block_tables is ", block_tables.toString(), " ", block_tables.sizes(), ": must be int32 [",
                       num_seqs, ", max_blocks], rows contiguous");
-    take_caches(keys, values, key_scales, value_scales);
     const DecoderStep step{indices("token_ids", token_ids, vocab_size_),
                            positions.const_data_ptr<int64_t>(),
                            {num_seqs, num_tokens, block_tables.const_data_ptr<int32_t>(), block_tables.stride(0),
@@ -165,35 +193,11 @@ class DecoderModule : public torch::CustomClassHolder {
   }
 
  private:
-  void take_caches(const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-                   const std::vector<Tensor>& key_scales, const std::vector<Tensor>& value_scales) {
-    const DecoderConfig& config = decoder_->config();
-    const auto num_layers = static_cast<size_t>(decoder_->num_layers());
-    TORCH_CHECK_VALUE(keys.size() == num_layers && values.size() == num_layers, "keys and values have ", keys.size(),
-                      " and ", values.size(), " layers: must have ", num_layers);
-    TORCH_CHECK_VALUE(
-        key_scales.size() == value_scales.size() && (key_scales.empty() || key_scales.size() == num_layers),
-        "key_scales and value_scales have ", key_scales.size(), " and ", value_scales.size(),
-        " layers: must both have ", num_layers, ", or none");
-    caches_.clear();
-    for (size_t layer = 0; layer < num_layers; ++layer) {
-      const auto scales_of = [layer](const std::vector<Tensor>& scales) {
-        return scales.empty() ? std::optional<Tensor>() : scales[layer];
-      };
-      const cpu::LayerCache cache =
-          layer_cache_of(keys[layer], values[layer], scales_of(key_scales), scales_of(value_scales));
-      TORCH_CHECK_VALUE(cache.num_kv_heads == config.num_kv_heads && cache.key_dim == config.head_dim &&
-                            cache.value_dim == config.head_dim,
-                        "keys and values of layer ", layer, " have ", cache.num_kv_heads, " heads of ", cache.key_dim,
-                        " and ", cache.value_dim, ": must have ", config.num_kv_heads, " of ", config.head_dim);
-      caches_.push_back(cache);
-    }
-  }
-
   std::vector<Tensor> kept_;  // what the decoder points to
   int64_t vocab_size_;
   std::unique_ptr<Decoder> decoder_;
   std::vector<cpu::LayerCache> caches_;
+  std::vector<Tensor> kept_caches_;  // whose memory caches_ points to
   Tensor logits_, hidden_states_;
 };
 
@@ -212,6 +216,7 @@ void define_decoder(torch::Library& library) {
           "add_layer", &DecoderModule::add_layer, "",
           {torch::arg("qkv"), torch::arg("output"), torch::arg("gate_up"), torch::arg("down"), torch::arg("input_norm"),
            torch::arg("post_attention_norm"), torch::arg("query_norm"), torch::arg("key_norm"), torch::arg("window")})
+      .def("use_caches", &DecoderModule::use_caches)
       .def("forward", &DecoderModule::forward);
 }
 

@@ -81,15 +81,6 @@ std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions, const Tensor& 
   return {cos, sin};
 }
 
-Tensor argmax(const Tensor& logits) {
-  check_rows(logits, "logits");
-  TORCH_CHECK_VALUE(logits.size(1) > 0, "logits is ", logits.sizes(), ": rows must not be empty");
-  Tensor token_ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
-  cpu::elementwise().argmax(logits.const_data_ptr<float>(), logits.size(0), logits.size(1),
-                            token_ids.mutable_data_ptr<int64_t>());
-  return token_ids;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
@@ -98,7 +89,6 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   m.def("embed(Tensor table, Tensor token_ids) -> Tensor", &embed);
   m.def("rotary_angles(Tensor positions, Tensor inv_freq, float scaling=1.0) -> (Tensor cos, Tensor sin)",
         &rotary_angles);
-  m.def("argmax(Tensor logits) -> Tensor", &argmax);
 }
 
 }  // namespace deepinfer

@@ -264,7 +264,7 @@ class LLMEngine:
         try:
             result = state.wait()
             # Where there was no token to sample the request is ended below, and none comes out.
-            token_ids = np.maximum(result.token_ids.numpy(), 0)[:, None]
+            token_ids = np.maximum(result.token_ids.numpy(), 0, dtype=np.int32, casting="same_kind")[:, None]
             num_tokens = np.ones(len(token_ids), dtype=np.int32)
             self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
         except torch.AcceleratorError as error:

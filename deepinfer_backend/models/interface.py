@@ -35,7 +35,7 @@ class ForwardResult:
 
 
 class Model(Protocol):
-    """A causal language model over the paged cache. All its calls happen on the device's stream.
+    """A causal language model over the paged cache. Its forward happens on the device's stream.
 
     dtype: of its weights that are plain floats; weight_format: of most of them, as a user reads it, such as "bfloat16"
     or "Q4_1"; layers: what each of its attention layers stores; lora: the adapters that it can add.
@@ -58,15 +58,17 @@ class Model(Protocol):
     @property
     def lora(self) -> LoraLayers: ...
 
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        """Those that every later forward writes and reads, one a layer; before the first forward, on any thread."""
+
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionStep,
-        caches: Sequence[LayerCache],
         logits_indices: torch.Tensor,
     ) -> ForwardResult:
-        """Stores the step's keys and values in `caches`, one a layer, and computes logits where they are asked for.
+        """Stores the step's keys and values in the caches, and computes logits where they are asked for.
 
         token_ids, positions: [num_tokens] int64; logits_indices: [num_rows] int64, tokens of the step, at least one.
         """

@@ -45,12 +45,19 @@ class NativeModel:
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * len(spec.windows)
         self._decoder = _load_decoder(spec, _Packer(source, dtype), advance)
 
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        self._decoder.use_caches(
+            [cache.keys for cache in caches],
+            [cache.values for cache in caches],
+            [cache.key_scales for cache in caches if cache.key_scales is not None],
+            [cache.value_scales for cache in caches if cache.value_scales is not None],
+        )
+
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionStep,
-        caches: Sequence[LayerCache],
         logits_indices: torch.Tensor,
     ) -> ForwardResult:
         logits, hidden_states = self._decoder.forward(
@@ -60,10 +67,6 @@ class NativeModel:
             attention.seq_lens,
             attention.query_start_loc,
             attention.slot_mapping,
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
-            [cache.key_scales for cache in caches if cache.key_scales is not None],
-            [cache.value_scales for cache in caches if cache.value_scales is not None],
             logits_indices,
         )
         return ForwardResult(logits, hidden_states)

@@ -125,6 +125,7 @@ class TransformersModel:
         self.hidden_size = int(module.get_input_embeddings().embedding_dim)  # type: ignore[operator]
         self.lora = LoraLayers(module, self.device)
         self._hidden_states: torch.Tensor | None = None
+        self._caches: Sequence[LayerCache] = ()
         # What the output layer is given: the last hidden states of the rows that it is asked for.
         module.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_states)  # type: ignore[operator]
         self.layers = self._probe_layers()
@@ -132,15 +133,17 @@ class TransformersModel:
     def _keep_hidden_states(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._hidden_states = inputs[0]
 
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        self._caches = caches
+
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionStep,
-        caches: Sequence[LayerCache],
         logits_indices: torch.Tensor,
     ) -> ForwardResult:
-        return self._forward(token_ids, positions, _PagedLayers(attention, caches), logits_indices)
+        return self._forward(token_ids, positions, _PagedLayers(attention, self._caches), logits_indices)
 
     def _probe_layers(self) -> list[LayerShape]:
         recorder = _LayerRecorder()

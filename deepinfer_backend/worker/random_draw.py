@@ -1,7 +1,7 @@
-"""The random choice of a token: one entry, the CPU's kernel and CUDA's torch operations behind it.
+"""The choice of a token: one entry, the CPU's kernel and CUDA's torch operations behind it.
 
 Temperature, then min_p, top_k and top_p, each over what the one before left, then the inverse of the distribution
-function.
+function; the likeliest token where the temperature is 0.
 """
 
 from __future__ import annotations
@@ -11,83 +11,92 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer_backend.ops.kernels import kernels
-from deepinfer_backend.worker.top_tokens import split_in_blocks
+from deepinfer_backend.worker.top_tokens import split_in_blocks, top_token
 from deepinfer_backend.worker.truncation import Truncation, keep, least_logit
 
+MIN_TEMPERATURE = 1e-5
+"""Below it a quotient of float32 logits could overflow; the likeliest token has all the probability long before."""
 _DRAW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Which rows of the logits are sampled at random, and how; on the logits' device.
+class SamplingRows:
+    """How each row of the logits is sampled; all tensors on the logits' device, [num_rows].
 
-    rows: [num_random] int64. The rest has an element for each of the logits' rows: temperature above 0, min_p (0 is
-    off) and top_p (1 is off) float32, top_k (0 is off) int32. The flags and max_top_k: as in `SamplingBatch`.
+    temperature (0 is greedy), min_p (0 is off) and top_p (1 is off): float32; top_k (0 is off): int32; uniforms:
+    float64 in [0, 1), the row's one random number. all_greedy, any_min_p, any_top_p and max_top_k, the largest top_k (0
+    for none), say what nobody in the batch uses, so that it costs nothing on CUDA; on CPU the rows themselves say it.
     """
 
-    rows: torch.Tensor
     temperature: torch.Tensor
     min_p: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    uniforms: torch.Tensor
+    all_greedy: bool
     any_min_p: bool
-    any_top_k: bool
     any_top_p: bool
-    max_top_k: int | None
+    max_top_k: int
 
 
-def draw(logits: torch.Tensor, random: RandomRows, uniforms: torch.Tensor) -> torch.Tensor:
-    """Float32 logits [num_rows, vocab_size], contiguous → a token for each random row, [num_random] int64.
+def sample_tokens(logits: torch.Tensor, rows: SamplingRows, token_ids: torch.Tensor) -> None:
+    """Float32 logits [num_rows, vocab_size], contiguous → a token for each row, into token_ids [num_rows] int64.
 
-    uniforms: [num_rows] float64 in [0, 1). A row's token depends on the row alone.
+    A row's token depends on the row alone.
     """
     if logits.device.type == "cpu":
-        token_ids: torch.Tensor = kernels.draw(logits, *_columns(random), uniforms)
-        return token_ids
-    return draw_in_torch(logits, random, uniforms)
+        kernels.sample_tokens(logits, *_columns(rows), rows.uniforms, token_ids)
+    else:
+        sample_tokens_in_torch(logits, rows, token_ids)
 
 
-def least_kept(logits: torch.Tensor, random: RandomRows) -> torch.Tensor:
-    """[num_random, 1]: the smallest of each random row's `quotients` that is sampled; -inf where nothing is cut off."""
+def least_kept(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """[num_rows, 1]: the smallest of each row's `quotients` that is sampled; -inf where nothing is cut off.
+
+    Of no meaning in a greedy row.
+    """
     if logits.device.type == "cpu":
-        least: torch.Tensor = kernels.least_kept(logits, *_columns(random))
+        least: torch.Tensor = kernels.least_kept(logits, *_columns(rows))
         return least[:, None]
-    return least_kept_in_torch(logits, random)
+    return least_kept_in_torch(logits, rows)
 
 
-def quotients(logits: torch.Tensor, random: RandomRows) -> torch.Tensor:
-    """The random rows' logits over their temperatures, [num_random, vocab_size]."""
-    return logits.index_select(0, random.rows).div_(random.temperature[random.rows, None])
+def quotients(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The logits over their rows' temperatures, [num_rows, vocab_size]; those of a greedy row are finite, no more."""
+    return logits / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
 
 
-def draw_in_torch(logits: torch.Tensor, random: RandomRows, uniforms: torch.Tensor) -> torch.Tensor:
-    """`draw` on any device; CUDA's way."""
-    scaled = quotients(logits, random)
+def sample_tokens_in_torch(logits: torch.Tensor, rows: SamplingRows, token_ids: torch.Tensor) -> None:
+    """`sample_tokens` on any device; CUDA's way."""
+    likeliest = top_token(logits)
+    if rows.all_greedy:
+        token_ids.copy_(likeliest)
+        return
+    scaled = quotients(logits, rows)
     weights = scaled.softmax(dim=-1)
-    least = least_logit(scaled, weights, _truncation(random))
+    least = least_logit(scaled, weights, _truncation(rows))
     if least is not None:
         weights = keep(weights, scaled, least)
-    return _invert(weights, uniforms[random.rows])
+    torch.where(rows.temperature > 0, _invert(weights, rows.uniforms), likeliest, out=token_ids)
 
 
-def least_kept_in_torch(logits: torch.Tensor, random: RandomRows) -> torch.Tensor:
+def least_kept_in_torch(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """`least_kept` on any device; CUDA's way."""
-    scaled = quotients(logits, random)
-    least = least_logit(scaled, scaled.softmax(dim=-1), _truncation(random))
+    scaled = quotients(logits, rows)
+    least = least_logit(scaled, scaled.softmax(dim=-1), _truncation(rows))
     return torch.full_like(scaled[:, :1], -torch.inf) if least is None else least
 
 
-def _columns(random: RandomRows) -> tuple[torch.Tensor, ...]:
-    return random.rows, random.temperature, random.min_p, random.top_k, random.top_p
+def _columns(rows: SamplingRows) -> tuple[torch.Tensor, ...]:
+    return rows.temperature, rows.min_p, rows.top_k, rows.top_p
 
 
-def _truncation(random: RandomRows) -> Truncation:
-    rows = random.rows
+def _truncation(rows: SamplingRows) -> Truncation:
     return Truncation(
-        min_p=random.min_p[rows, None] if random.any_min_p else None,
-        top_k=random.top_k[rows, None].long() if random.any_top_k else None,
-        top_p=random.top_p[rows, None].double() if random.any_top_p else None,
-        max_top_k=random.max_top_k,
+        min_p=rows.min_p[:, None] if rows.any_min_p else None,
+        top_k=rows.top_k[:, None].long() if rows.max_top_k else None,
+        top_p=rows.top_p[:, None].double() if rows.any_top_p else None,
+        max_top_k=rows.max_top_k,
     )
 
 

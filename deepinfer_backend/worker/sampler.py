@@ -12,40 +12,27 @@ import torch
 
 from deepinfer_backend.worker.logit_edits import LogitEdits
 from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
-from deepinfer_backend.worker.random_draw import RandomRows, draw, least_kept, quotients
-from deepinfer_backend.worker.top_tokens import top_token, top_tokens
+from deepinfer_backend.worker.random_draw import SamplingRows, least_kept, quotients, sample_tokens
+from deepinfer_backend.worker.top_tokens import top_tokens
 
-MIN_TEMPERATURE = 1e-5
-"""Below it a quotient of float32 logits could overflow; the likeliest token has all the probability long before."""
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How each row of a step's logits is sampled; all tensors on the device, [num_rows] unless said.
+    """How each row of a step's logits is sampled; all tensors on the device.
 
-    random_rows: [num_random] the rows with temperature > 0; the others are greedy. top_k: 0 is off. uniforms: float64
-    in [0, 1), the row's one random number. banned_rows, banned_token_ids: [num_banned] what must not be sampled.
-    any_top_k, any_top_p, any_min_p say what nobody in the batch uses, so that it costs nothing on CUDA; on CPU the rows
-    themselves say it. max_top_k: the largest top_k, where the host knows it; on CUDA the whole vocabulary is sorted
-    without it.
+    token_ids: [num_rows] int64, where the sampled tokens go. banned_rows, banned_token_ids: [num_banned] int64, what
+    must not be sampled.
 
     logprob_rows: [m] int64 rows that ask for log-probabilities, and the most likeliest tokens that one of them asks
     for. candidate_rows: [b] int64 rows of beam search, and how many candidates each gets.
     """
 
-    random_rows: torch.Tensor | None
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniforms: torch.Tensor
+    rows: SamplingRows
+    token_ids: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-    max_top_k: int | None = None
     edits: LogitEdits | None = None
     logprob_rows: torch.Tensor | None = None
     num_top_logprobs: int = 0
@@ -68,7 +55,7 @@ class BeamCandidates:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """What a step sampled, on the device. token_ids: [num_rows] int32; the rest only where a row asked for it.
+    """What a step sampled, on the device. token_ids: [num_rows] int64; the rest only where a row asked for it.
 
     A row whose edits leave nothing to sample has NO_TOKEN.
     """
@@ -79,7 +66,9 @@ class SampledBatch:
 
 
 def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
-    """Logits [num_rows, vocab_size] → one token a row, and what else the rows asked for. May change `logits`.
+    """Logits [num_rows, vocab_size] → one token a row, in `batch.token_ids`, and what else the rows asked for.
+
+    May change `logits`.
 
     A random row takes one uniform number through the inverse of its distribution function, so that its token depends
     on its logits and that number alone, whatever else is in the batch.
@@ -97,13 +86,14 @@ def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampledBatch:
     is_left = None
     if limited_rows is not None:
         is_left = logits.index_select(0, limited_rows).amax(dim=-1) > -torch.inf
-    token_ids = _sample_tokens(logits, batch)
+    token_ids = batch.token_ids
+    sample_tokens(logits, batch.rows, token_ids)
     logprobs = None
     if raw_logits is not None and logprob_rows is not None:
         logprobs = logprobs_of(raw_logits, token_ids[logprob_rows], batch.num_top_logprobs, logprob_rows)
     if limited_rows is not None and is_left is not None:
         token_ids[limited_rows] = torch.where(is_left, token_ids[limited_rows], NO_TOKEN)
-    return SampledBatch(token_ids.int(), logprobs, candidates)
+    return SampledBatch(token_ids, logprobs, candidates)
 
 
 def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -113,12 +103,9 @@ def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     """
     logits = logits.float().contiguous()
     _edit(logits, batch)
-    if batch.random_rows is not None:
-        random = _random_rows(batch, batch.random_rows)
-        scaled = quotients(logits, random)
-        scaled = scaled.masked_fill(scaled < least_kept(logits, random), -torch.inf)
-        logits[batch.random_rows] = scaled
-    return logits
+    scaled = quotients(logits, batch.rows)
+    kept = scaled.masked_fill(scaled < least_kept(logits, batch.rows), -torch.inf)
+    return torch.where(batch.rows.temperature[:, None] > 0, kept, logits)
 
 
 def _edit(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -137,29 +124,3 @@ def _beam_candidates(
     raw_logprobs = raw_logits.log_softmax(dim=-1).gather(1, top.token_ids)
     change = top.values - raw_logits.gather(1, top.token_ids)
     return BeamCandidates(rows, top.token_ids.int(), raw_logprobs + change)
-
-
-def _sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    rows = batch.random_rows
-    if rows is None:
-        return top_token(logits)
-    drawn = draw(logits, _random_rows(batch, rows), batch.uniforms)
-    if len(rows) == len(logits):
-        return drawn
-    token_ids = top_token(logits)
-    token_ids[rows] = drawn
-    return token_ids
-
-
-def _random_rows(batch: SamplingBatch, rows: torch.Tensor) -> RandomRows:
-    return RandomRows(
-        rows=rows,
-        temperature=batch.temperature.clamp(min=MIN_TEMPERATURE),
-        min_p=batch.min_p,
-        top_k=batch.top_k,
-        top_p=batch.top_p,
-        any_min_p=batch.any_min_p,
-        any_top_k=batch.any_top_k,
-        any_top_p=batch.any_top_p,
-        max_top_k=batch.max_top_k,
-    )

@@ -44,7 +44,7 @@ class SamplingPlan:
 class StepResult:
     """What one step gives, in the host's memory; valid once the device has passed the step.
 
-    token_ids: [num_sampled] int32. embeddings: [num_embedding_rows, hidden_size] float32. prompt_logprobs: one for each
+    token_ids: [num_sampled] int64. embeddings: [num_embedding_rows, hidden_size] float32. prompt_logprobs: one for each
     span of the plan.
     """
 
@@ -56,7 +56,7 @@ class StepResult:
 
 
 NO_PLAN = SamplingPlan()
-EMPTY_RESULT = StepResult(torch.empty(0, dtype=torch.int32))
+EMPTY_RESULT = StepResult(torch.empty(0, dtype=torch.int64))
 
 
 def row_tensor(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -52,7 +52,7 @@ class SequenceStates:
             self._states.pop(int(seq_id), None)
 
     def append(
-        self, seq_ids: NDArray[np.integer[Any]], token_ids: NDArray[np.int32], num_tokens: NDArray[np.int32]
+        self, seq_ids: NDArray[np.integer[Any]], token_ids: NDArray[np.integer[Any]], num_tokens: NDArray[np.int32]
     ) -> list[int]:
         """Output tokens that were taken: of row i the first num_tokens[i] of token_ids[i], [n, width].
 

@@ -1,4 +1,7 @@
-"""The packed arrays of one step: one host buffer that the scheduler writes, one copy of it to the device."""
+"""The packed arrays of one step: one host buffer that the scheduler writes, one copy of it to the device.
+
+And where the device puts the step's tokens, so that a decode step allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from deepinfer_backend._core import StepArrays
+from deepinfer_backend._core import SchedulerOutputs, StepArrays
 
 _ALIGNMENT_BYTES = 64
 MAX_PROMPT_LOGITS = 256
@@ -18,7 +22,7 @@ MAX_BANNED_PER_SEQ = 128
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Device views of a step's arrays; shapes as in `_core.StepArrays`, at full capacity."""
+    """Device views of a step's arrays, shapes as in `_core.StepArrays`, and of its sampled tokens, [S] int64."""
 
     token_ids: torch.Tensor
     inflight_rows: torch.Tensor
@@ -35,13 +39,14 @@ class StepTensors:
     uniforms: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
+    sampled_token_ids: torch.Tensor
 
 
 class StepBuffers:
     """Owns one host buffer and, on CUDA, its device twin; allocated once.
 
-    `arrays` is what the scheduler writes into, `host` the same memory as tensors, `device` what a kernel reads after
-    `upload()`. On CPU all three are one memory.
+    `arrays` is what the scheduler writes into, and `query_start_loc` one of them; `views` what a kernel reads after
+    `upload()`. On CPU both are one memory.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class StepBuffers:
         tokens, seqs = (max_num_tokens,), (max_num_seqs,)
         banned = (max_num_seqs * MAX_BANNED_PER_SEQ,)
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "token_ids": (torch.int32, tokens),
+            "token_ids": (torch.int64, tokens),
             "inflight_rows": (torch.int32, tokens),
             "positions": (torch.int64, tokens),
             "slot_mapping": (torch.int64, tokens),
@@ -79,13 +84,51 @@ class StepBuffers:
                 offset += padded[name]
             return result
 
-        host = views(self._host)
-        self.host = StepTensors(**host)
-        self.device = StepTensors(**views(self._device))
-        self.arrays = StepArrays(**{name: tensor.numpy() for name, tensor in host.items()})
+        self._whole = StepTensors(
+            **views(self._device), sampled_token_ids=torch.zeros(seqs, dtype=torch.int64, device=device)
+        )
+        arrays = {name: tensor.numpy() for name, tensor in views(self._host).items()}
+        self.arrays = StepArrays(**arrays)
+        self.query_start_loc: NDArray[np.int32] = arrays["query_start_loc"]
+        self._sizes: tuple[int, ...] = ()
+        self._views = self._whole
 
-    def upload(self) -> StepTensors:
+    def views(self, batch: SchedulerOutputs) -> StepTensors:
+        """The parts of the device's arrays that the batch fills; made anew only when its sizes are not the last ones.
+
+        Of logits_indices at least one. Does not wait for the device.
+        """
+        num_sampled = batch.num_sampled
+        num_logits = max(1, num_sampled + batch.num_prompt_logits)
+        sizes = (batch.num_tokens, batch.num_seqs, num_sampled, num_logits, batch.num_banned, batch.max_num_blocks)
+        if sizes != self._sizes:
+            self._views, self._sizes = self._cut(*sizes), sizes
+        return self._views
+
+    def upload(self) -> None:
         """Copies the host's arrays to the device; call it on the device's stream."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
-        return self.device
+
+    def _cut(
+        self, num_tokens: int, num_seqs: int, num_sampled: int, num_logits: int, num_banned: int, max_num_blocks: int
+    ) -> StepTensors:
+        whole = self._whole
+        return StepTensors(
+            token_ids=whole.token_ids[:num_tokens],
+            inflight_rows=whole.inflight_rows[:num_tokens],
+            positions=whole.positions[:num_tokens],
+            slot_mapping=whole.slot_mapping[:num_tokens],
+            query_start_loc=whole.query_start_loc[: num_seqs + 1],
+            seq_lens=whole.seq_lens[:num_seqs],
+            block_tables=whole.block_tables[:num_seqs, :max_num_blocks],
+            logits_indices=whole.logits_indices[:num_logits],
+            temperature=whole.temperature[:num_sampled],
+            top_k=whole.top_k[:num_sampled],
+            top_p=whole.top_p[:num_sampled],
+            min_p=whole.min_p[:num_sampled],
+            uniforms=whole.uniforms[:num_sampled],
+            banned_rows=whole.banned_rows[:num_banned],
+            banned_token_ids=whole.banned_token_ids[:num_banned],
+            sampled_token_ids=whole.sampled_token_ids[:num_sampled],
+        )

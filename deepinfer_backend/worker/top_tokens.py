@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer_backend.ops.kernels import kernels
-
 _BLOCK = 64
 
 
@@ -30,9 +28,6 @@ def split_in_blocks(rows: torch.Tensor, block: int, fill: float) -> torch.Tensor
 
 def top_token(logits: torch.Tensor) -> torch.Tensor:
     """Logits [num_rows, vocab_size] → the likeliest token [num_rows] int64; the lowest id among equals."""
-    if logits.device.type == "cpu":
-        token_ids: torch.Tensor = kernels.argmax(logits.contiguous())
-        return token_ids
     blocks = split_in_blocks(logits, _BLOCK, -torch.inf)
     block = blocks.amax(dim=-1).argmax(dim=-1)
     inside = blocks[torch.arange(len(blocks), device=logits.device), block]

@@ -18,14 +18,13 @@ _SUM_BLOCK = 128
 class Truncation:
     """Each [num_rows, 1] on the device; None where no row uses it.
 
-    min_p: float32, 0 is off. top_k: int64, 0 is off. top_p: float64, 1 is off. max_top_k: the largest top_k; None where
-    the host does not know.
+    min_p: float32, 0 is off. top_k: int64, 0 is off. top_p: float64, 1 is off. max_top_k: the largest top_k.
     """
 
     min_p: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
-    max_top_k: int | None = None
+    max_top_k: int = 0
 
 
 def least_logit(logits: torch.Tensor, weights: torch.Tensor, truncation: Truncation) -> torch.Tensor | None:
@@ -67,7 +66,7 @@ def keep(weights: torch.Tensor, logits: torch.Tensor, least: torch.Tensor) -> to
 
 
 def _num_in_order(vocab_size: int, truncation: Truncation) -> int:
-    if truncation.top_p is not None or truncation.max_top_k is None:
+    if truncation.top_p is not None:
         return vocab_size
     return min(truncation.max_top_k, vocab_size)
 

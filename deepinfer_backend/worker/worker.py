@@ -14,8 +14,9 @@ from deepinfer_backend._core import SchedulerOutputs
 from deepinfer_backend.models.interface import ForwardResult
 from deepinfer_backend.models.lora import plan_lora
 from deepinfer_backend.worker.device import DeviceStream, Pending, device_to_host, host_to_device
-from deepinfer_backend.worker.logprobs import logprobs_of
+from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
 from deepinfer_backend.worker.model_runner import ModelRunner
+from deepinfer_backend.worker.random_draw import SamplingRows
 from deepinfer_backend.worker.sampler import SamplingBatch, sample_batch
 from deepinfer_backend.worker.sampling_plan import (
     EMPTY_RESULT,
@@ -37,7 +38,7 @@ NO_HANDLES: Handles = np.empty(0, dtype=np.uint64)
 class SampledStep:
     """What a step sampled: on the device, where the next step takes its inputs, and what the host gets of it."""
 
-    token_ids: torch.Tensor  # [num_sampled] int32, on the device
+    token_ids: torch.Tensor  # [num_sampled] int64, on the device
     result: StepResult
 
 
@@ -137,18 +138,18 @@ class Worker:
 
     def _launch_forward(self, batch: SchedulerOutputs, buffers: StepBuffers) -> Pending[ForwardResult | None]:
         batch.write(buffers.arrays)
-        block_copies = torch.from_numpy(batch.block_copies.copy()) if len(batch.block_copies) else None
+        lora = None
+        if batch.any_lora:
+            lora = plan_lora(batch.lora_ids, buffers.query_start_loc[: batch.num_seqs + 1], self._stream.device)
+        inputs = self._runner.prepare(batch, buffers, lora)
         previous = self.prev_step_state
-
-        query_start_loc = buffers.host.query_start_loc[: batch.num_seqs + 1].numpy()
-        lora = plan_lora(batch.lora_ids, query_start_loc, self._stream.device) if batch.any_lora else None
 
         def launch() -> ForwardResult | None:
             # If that step failed its sequences end, and what this one computes for them is dropped; the others need
             # nothing of it.
             inflight = previous.sampled.on_stream_or_none() if previous and previous.sampled else None
             token_ids = None if inflight is None else inflight.token_ids
-            return self._runner.forward(batch, buffers, block_copies, token_ids, lora)
+            return self._runner.forward(inputs, token_ids)
 
         return self._stream.submit(launch)
 
@@ -170,7 +171,7 @@ class Worker:
         batch = state.batch
         if len(batch.tracked_rows) or batch.num_prompt_logits:
             state.plan = self._plan_sampling(batch)
-        plan, device = state.plan, self._stream.device
+        plan, device, num_sampled = state.plan, self._stream.device, batch.num_sampled
         sampling = _sampling_batch(batch, state.buffers, plan, device)
         embedding_rows = row_tensor(plan.embedding_rows, device)
         targets = [host_to_device(torch.from_numpy(target.token_ids), device) for target in plan.prompt_targets]
@@ -179,15 +180,11 @@ class Worker:
             forward = state.forward.on_stream()
             if forward is None:
                 return None
-            prompt_logits = torch.split(forward.logits[batch.num_sampled :], [len(target) for target in targets])
-            prompt_logprobs = [
-                logprobs_to_host(logprobs_of(logits, token_ids, target.num_top_logprobs))
-                for logits, token_ids, target in zip(prompt_logits, targets, plan.prompt_targets, strict=True)
-            ]
+            prompt_logprobs = _prompt_logprobs(forward.logits[num_sampled:], plan, targets) if targets else []
             embeddings = None
             if embedding_rows is not None:
                 embeddings = device_to_host(forward.hidden_states[embedding_rows].float())
-            sampled = sample_batch(forward.logits[: batch.num_sampled], sampling)
+            sampled = sample_batch(forward.logits[:num_sampled], sampling)
             result = StepResult(
                 token_ids=device_to_host(sampled.token_ids),
                 logprobs=None if sampled.logprobs is None else logprobs_to_host(sampled.logprobs),
@@ -200,31 +197,37 @@ class Worker:
         return self._stream.submit(launch)
 
 
+def _prompt_logprobs(logits: torch.Tensor, plan: SamplingPlan, targets: list[torch.Tensor]) -> list[RowLogprobs]:
+    """logits: [num_prompt_logits, vocab_size]; targets: the plan's, on the device."""
+    spans = torch.split(logits, [len(target) for target in targets])
+    return [
+        logprobs_to_host(logprobs_of(span, token_ids, target.num_top_logprobs))
+        for span, token_ids, target in zip(spans, targets, plan.prompt_targets, strict=True)
+    ]
+
+
 def _sampling_batch(
-    batch: SchedulerOutputs, buffers: StepBuffers, plan: SamplingPlan, on_device: torch.device
+    batch: SchedulerOutputs, buffers: StepBuffers, plan: SamplingPlan, device: torch.device
 ) -> SamplingBatch:
-    num_rows, num_banned = batch.num_sampled, batch.num_banned
-    device = buffers.device
-    random_rows = None
-    if not batch.all_greedy:
-        random_rows = buffers.host.temperature[:num_rows].nonzero().squeeze(1)
-        random_rows = host_to_device(random_rows, on_device)
+    tensors = buffers.views(batch)
     return SamplingBatch(
-        random_rows=random_rows,
-        temperature=device.temperature[:num_rows],
-        top_k=device.top_k[:num_rows],
-        top_p=device.top_p[:num_rows],
-        uniforms=device.uniforms[:num_rows],
-        banned_rows=device.banned_rows[:num_banned],
-        banned_token_ids=device.banned_token_ids[:num_banned],
-        any_top_k=batch.any_top_k,
-        any_top_p=batch.any_top_p,
-        min_p=device.min_p[:num_rows],
-        any_min_p=batch.any_min_p,
-        max_top_k=int(buffers.host.top_k[:num_rows].max()) if batch.any_top_k else None,
+        rows=SamplingRows(
+            temperature=tensors.temperature,
+            min_p=tensors.min_p,
+            top_k=tensors.top_k,
+            top_p=tensors.top_p,
+            uniforms=tensors.uniforms,
+            all_greedy=batch.all_greedy,
+            any_min_p=batch.any_min_p,
+            any_top_p=batch.any_top_p,
+            max_top_k=batch.max_top_k,
+        ),
+        token_ids=tensors.sampled_token_ids,
+        banned_rows=tensors.banned_rows,
+        banned_token_ids=tensors.banned_token_ids,
         edits=plan.edits,
-        logprob_rows=row_tensor(plan.logprob_rows, on_device),
+        logprob_rows=row_tensor(plan.logprob_rows, device),
         num_top_logprobs=plan.num_top_logprobs,
-        candidate_rows=row_tensor(plan.candidate_rows, on_device),
+        candidate_rows=row_tensor(plan.candidate_rows, device),
         num_candidates=plan.num_candidates,
     )

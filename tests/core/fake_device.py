@@ -33,7 +33,7 @@ def make_arrays(
 ) -> dict[str, NDArray[Any]]:
     garbage = -77
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "token_ids": (np.int32, (max_tokens,)),
+        "token_ids": (np.int64, (max_tokens,)),
         "inflight_rows": (np.int32, (max_tokens,)),
         "positions": (np.int64, (max_tokens,)),
         "slot_mapping": (np.int64, (max_tokens,)),

@@ -16,7 +16,7 @@ def wrong_arrays() -> list[tuple[str, Any]]:
     read_only = np.zeros(4, np.int64)
     read_only.flags.writeable = False
     return [
-        ("token_ids", np.zeros(8, np.int64)),
+        ("token_ids", np.zeros(8, np.int32)),
         ("positions", np.zeros(9, np.int64)),
         ("query_start_loc", np.zeros(4, np.int32)),
         ("block_tables", np.zeros(4, np.int32)),
@@ -83,7 +83,7 @@ def test_sampling_parameters_stand_beside_the_rows_that_sample() -> None:
     assert arrays["top_k"][:2].tolist() == [0, 3]
     assert arrays["top_p"][:2].tolist() == [1.0, 0.75]
     assert arrays["min_p"][:2].tolist() == [0.0, 0.25]
-    assert (batch.all_greedy, batch.any_top_k, batch.any_top_p, batch.any_min_p) == (False, True, True, True)
+    assert (batch.all_greedy, batch.max_top_k, batch.any_top_p, batch.any_min_p) == (False, 3, True, True)
 
 
 def test_what_no_row_uses_is_not_announced() -> None:
@@ -96,7 +96,7 @@ def test_what_no_row_uses_is_not_announced() -> None:
     ):
         driver.scheduler.add_seq(f"{index}", np.array([2, 3], np.int32), options)
     _, batch = driver.scheduler.schedule(driver.metadata_pool)
-    assert (batch.any_top_k, batch.any_top_p, batch.any_min_p, batch.any_lora) == (False, False, False, False)
+    assert (batch.max_top_k, batch.any_top_p, batch.any_min_p, batch.any_lora) == (0, False, False, False)
     assert (batch.tracked_rows.tolist(), batch.prompt_logits.shape) == ([], (0, 3))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,41 +90,6 @@ def test_rotary_angles_are_exact_up_to_a_million_positions(isa: str) -> None:
     assert torch.equal(scaled[1], sin / 2)
 
 
-@pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("num_rows", "size"), [*SHAPES, (1, 200_003), (2, 100_003), (0, 5)])
-@pytest.mark.usefixtures("num_threads")
-def test_argmax_is_the_lowest_index_of_the_largest(isa: str, num_rows: int, size: int) -> None:
-    # Few different values, so that the largest stands in many places.
-    logits = random_rows(num_rows, size, seed=8).round(decimals=1).clamp(max=2.0)
-    assert np.array_equal(kernels.argmax(logits).numpy(), np.argmax(logits.numpy(), axis=1))
-
-
-@pytest.mark.usefixtures("num_threads")
-def test_argmax_finds_the_largest_wherever_it_is(isa: str) -> None:
-    logits = random_rows(1, 200_001, seed=9)
-    for place in [0, 1, 15, 16, 2_047, 2_048, 66_666, 66_667, 100_000, 100_001, 199_999, 200_000]:
-        row = logits.clone()
-        row[0, place] = 100.0
-        assert kernels.argmax(row).tolist() == [place]
-
-
-@pytest.mark.parametrize("size", [3, 40, 40_000])
-def test_argmax_passes_over_nan_and_takes_infinities(isa: str, size: int) -> None:
-    logits = torch.full((4, size), torch.nan)
-    logits[0, size - 1] = -5.0
-    logits[1, size - 2] = torch.inf
-    logits[2] = -torch.inf
-    logits[3, 1:] = random_rows(1, size - 1, seed=10)[0]
-    assert kernels.argmax(logits).tolist() == [size - 1, size - 2, 0, int(logits[3, 1:].argmax()) + 1]
-
-
 ROWS = torch.zeros(2, 8)
 
 
@@ -141,7 +105,6 @@ ROWS = torch.zeros(2, 8)
         (kernels.embed, (ROWS, torch.tensor([1, 2])), "token_ids.1. is 2: must be 0 to 1"),
         (kernels.embed, (ROWS, torch.tensor([-1])), "token_ids.0. is -1: must be 0 to 1"),
         (kernels.rotary_angles, (torch.tensor([1.0]), ROWS[0]), "positions is .*must be contiguous Long"),
-        (kernels.argmax, (torch.zeros(2, 0),), "logits is .2, 0.: rows must not be empty"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(op: Any, arguments: tuple[Any, ...], message: str) -> None:

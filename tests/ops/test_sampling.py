@@ -1,7 +1,8 @@
-"""The random choice of a token, against numpy's sums in float64 over rows in order, and against torch's operations."""
+"""The choice of a token, against numpy's sums in float64 over rows in order, and against torch's operations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deepinfer_backend.ops.kernels import kernels
-from deepinfer_backend.worker.random_draw import RandomRows, draw, draw_in_torch, least_kept_in_torch
+from deepinfer_backend.worker.random_draw import (
+    SamplingRows,
+    least_kept,
+    least_kept_in_torch,
+    sample_tokens,
+    sample_tokens_in_torch,
+)
 
 SIZES = [1, 7, 128, 129, 10_001]
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -48,24 +54,35 @@ def rows_of(kind: str, size: int) -> torch.Tensor:
 KINDS = ["normal", "bfloat16", "few values", "one beyond all", "many far below", "many not allowed"]
 
 
-def random_rows(
-    rows: list[int], num_rows: int, temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
-) -> RandomRows:
-    return RandomRows(
-        rows=torch.tensor(rows, dtype=torch.int64),
+def sampling_rows(
+    num_rows: int,
+    temperature: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    uniforms: torch.Tensor | None = None,
+) -> SamplingRows:
+    return SamplingRows(
         temperature=torch.full((num_rows,), temperature),
         min_p=torch.full((num_rows,), min_p),
         top_k=torch.full((num_rows,), top_k, dtype=torch.int32),
         top_p=torch.full((num_rows,), top_p),
+        uniforms=torch.zeros(num_rows, dtype=torch.float64) if uniforms is None else uniforms,
+        all_greedy=temperature == 0.0,
         any_min_p=min_p > 0,
-        any_top_k=top_k > 0,
         any_top_p=top_p < 1,
         max_top_k=top_k,
     )
 
 
-def columns(random: RandomRows) -> tuple[torch.Tensor, ...]:
-    return random.rows, random.temperature, random.min_p, random.top_k, random.top_p
+def sampled(logits: torch.Tensor, rows: SamplingRows, sample: Any = sample_tokens) -> torch.Tensor:
+    token_ids = torch.full((len(logits),), -77)
+    sample(logits, rows, token_ids)
+    return token_ids
+
+
+def likeliest(logits: torch.Tensor) -> list[int]:
+    return sampled(logits, sampling_rows(len(logits), temperature=0.0)).tolist()
 
 
 def kept_by_definition(values: NDArray[np.float32], min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> Any:
@@ -88,7 +105,7 @@ def kept_by_definition(values: NDArray[np.float32], min_p: float = 0.0, top_k: i
 def test_kept_are_the_tokens_that_the_definition_keeps(isa: str, kind: str, truncation: dict[str, Any]) -> None:
     for size in SIZES:
         logits = rows_of(kind, size)
-        least = kernels.least_kept(logits, *columns(random_rows([*range(6)], 6, 0.7, **truncation)))
+        least = least_kept(logits, sampling_rows(6, 0.7, **truncation))
         values = (logits / 0.7).numpy()
         for row in range(6):
             is_kept = (values[row] >= least[row].item()) & (values[row] > -np.inf)
@@ -102,10 +119,11 @@ def test_token_is_where_the_running_sum_first_exceeds_the_uniform_share(
 ) -> None:
     for size in SIZES:
         logits = rows_of(kind, size)
-        random = random_rows([5, 0, 3], 6, 1.3, **truncation)
         for uniform in [0.0, 0.6, float(np.nextafter(1.0, 0.0))]:
-            tokens = draw(logits, random, torch.full((6,), uniform, dtype=torch.float64))
-            for row, token in zip([5, 0, 3], tokens.tolist(), strict=True):
+            uniforms = torch.full((6,), uniform, dtype=torch.float64)
+            tokens = sampled(logits, sampling_rows(6, 1.3, **truncation, uniforms=uniforms))
+            for row in (5, 0, 3):
+                token = int(tokens[row])
                 values = (logits[row] / 1.3).numpy()
                 weights = np.exp(values.astype(np.float64) - values.max()) * kept_by_definition(values, **truncation)
                 reached = np.cumsum(weights) / weights.sum()
@@ -119,29 +137,72 @@ def test_token_is_where_the_running_sum_first_exceeds_the_uniform_share(
 def test_torch_operations_for_cuda_choose_the_same(truncation: dict[str, Any]) -> None:
     logits = rows_of("normal", 5_000)
     uniforms = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.99], dtype=torch.float64)
-    random = random_rows([0, 1, 2, 3, 4], 6, 0.8, **truncation)
-    assert torch.equal(draw(logits, random, uniforms), draw_in_torch(logits, random, uniforms))
-    least = kernels.least_kept(logits, *columns(random))[:, None]
+    rows = sampling_rows(6, 0.8, **truncation, uniforms=uniforms)
+    rows.temperature[4] = 0.0
+    tokens = sampled(logits, rows)
+    assert torch.equal(tokens, sampled(logits, rows, sample_tokens_in_torch))
+    assert int(tokens[4]) == int(logits[4].argmax())
     # Torch's float32 softmax may sum to a little less than 1: then a neighbour in order is the last one.
-    torch.testing.assert_close(least, least_kept_in_torch(logits, random), rtol=0.01, atol=0)
+    is_random = rows.temperature > 0
+    least, in_torch = least_kept(logits, rows)[is_random], least_kept_in_torch(logits, rows)[is_random]
+    torch.testing.assert_close(least, in_torch, rtol=0.01, atol=0)
 
 
 def test_row_without_any_token_and_one_of_nan_give_a_token_of_the_vocabulary(isa: str) -> None:
     for value in (-torch.inf, torch.nan, torch.inf):
         logits = torch.full((2, 300), value)
         for truncation in TRUNCATIONS:
-            tokens = draw(logits, random_rows([0, 1], 2, **truncation), torch.tensor([0.0, 0.9], dtype=torch.float64))
+            uniforms = torch.tensor([0.0, 0.9], dtype=torch.float64)
+            tokens = sampled(logits, sampling_rows(2, **truncation, uniforms=uniforms))
             assert all(0 <= token < 300 for token in tokens.tolist())
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(1, 1), (1, 64), (3, 577), (70, 64), (2, 4_097), (1, 200_003), (2, 100_003), (0, 5)]
+)
+@pytest.mark.usefixtures("num_threads")
+def test_greedy_token_is_the_lowest_index_of_the_largest(isa: str, num_rows: int, size: int) -> None:
+    # Few different values, so that the largest stands in many places.
+    logits = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(8)).round(decimals=1).clamp(max=2.0)
+    assert likeliest(logits) == np.argmax(logits.numpy(), axis=1).tolist()
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_greedy_token_is_found_wherever_it_is(isa: str) -> None:
+    logits = torch.randn(1, 200_001, generator=torch.Generator().manual_seed(9))
+    for place in [0, 1, 15, 16, 2_047, 2_048, 66_666, 66_667, 100_000, 100_001, 199_999, 200_000]:
+        row = logits.clone()
+        row[0, place] = 100.0
+        assert likeliest(row) == [place]
+
+
+@pytest.mark.parametrize("size", [3, 40, 40_000])
+def test_greedy_passes_over_nan_and_takes_infinities(isa: str, size: int) -> None:
+    logits = torch.full((4, size), torch.nan)
+    logits[0, size - 1] = -5.0
+    logits[1, size - 2] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 1:] = torch.randn(size - 1, generator=torch.Generator().manual_seed(10))
+    assert likeliest(logits) == [size - 1, size - 2, 0, int(logits[3, 1:].argmax()) + 1]
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    logits, uniforms = torch.zeros(2, 8), torch.zeros(2, dtype=torch.float64)
-    good = random_rows([0, 1], 2)
-    with pytest.raises(ValueError, match=r"rows.1. is 2: must be 0 to 1"):
-        draw(logits, random_rows([0, 2], 2), uniforms)
-    with pytest.raises(ValueError, match=r"temperature.0. is 0: must be above 0"):
-        draw(logits, random_rows([0, 1], 2, temperature=0.0), uniforms)
+    logits, rows = torch.zeros(2, 8), sampling_rows(2)
+    with pytest.raises(ValueError, match=r"temperature is .*must be contiguous Float .2."):
+        sampled(logits, sampling_rows(3))
     with pytest.raises(ValueError, match=r"uniforms is .*must be contiguous Double .2."):
-        draw(logits, good, uniforms.float())
+        sampled(logits, sampling_rows(2, uniforms=torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"token_ids is .*must be contiguous Long .2."):
+        sample_tokens(logits, rows, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"logits is .*must be contiguous float32"):
-        draw(logits.double(), good, uniforms)
+        sampled(logits.double(), rows)
+    with pytest.raises(ValueError, match=r"logits is .2, 0.: rows must not be empty"):
+        sampled(torch.zeros(2, 0), rows)

@@ -38,5 +38,6 @@ def packed_logits(model: Model, prompts: Sequence[Sequence[int]]) -> list[torch.
         model.layers, num_blocks=block_tables.numel(), block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu")
     )
     token_ids = torch.tensor([token for prompt in prompts for token in prompt])
-    result = model.forward(token_ids, torch.cat(positions), step, cache.layers, torch.arange(len(token_ids)))
+    model.use_caches(cache.layers)
+    result = model.forward(token_ids, torch.cat(positions), step, torch.arange(len(token_ids)))
     return list(torch.split(result.logits, lens))

@@ -25,6 +25,7 @@ from transformers import (
 
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.logit_edits import LogitEdits
+from deepinfer_backend.worker.random_draw import SamplingRows
 from deepinfer_backend.worker.sampler import SamplingBatch
 from deepinfer_backend.worker.sequence_state import SequenceState, needs_state
 from deepinfer_backend.worker.sequence_states import SequenceStates
@@ -94,22 +95,23 @@ def batch_of(
 ) -> SamplingBatch:
     """One row a case, as the engine would ask for them."""
     params = [case.params for case in cases]
-    random = [row for row, each in enumerate(params) if each.temperature > 0]
     top_k = [max(each.top_k, 0) for each in params]
     banned = [row for row, case in enumerate(cases) if case.holds_back_end]
     return SamplingBatch(
-        random_rows=torch.tensor(random) if random else None,
-        temperature=torch.tensor([each.temperature for each in params]),
-        top_k=torch.tensor(top_k, dtype=torch.int32),
-        top_p=torch.tensor([each.top_p for each in params]),
-        min_p=torch.tensor([each.min_p for each in params]),
-        uniforms=torch.as_tensor(np.full(len(cases), 0.5) if uniforms is None else uniforms, dtype=torch.float64),
+        rows=SamplingRows(
+            temperature=torch.tensor([each.temperature for each in params]),
+            top_k=torch.tensor(top_k, dtype=torch.int32),
+            top_p=torch.tensor([each.top_p for each in params]),
+            min_p=torch.tensor([each.min_p for each in params]),
+            uniforms=torch.as_tensor(np.full(len(cases), 0.5) if uniforms is None else uniforms, dtype=torch.float64),
+            all_greedy=not any(each.temperature for each in params),
+            any_top_p=any(each.top_p < 1.0 for each in params),
+            any_min_p=any(each.min_p > 0.0 for each in params),
+            max_top_k=max(top_k),
+        ),
+        token_ids=torch.empty(len(cases), dtype=torch.int64),
         banned_rows=torch.tensor(banned, dtype=torch.int64),
         banned_token_ids=torch.full((len(banned),), EOS_TOKEN_ID),
-        any_top_k=any(top_k),
-        any_top_p=any(each.top_p < 1.0 for each in params),
-        any_min_p=any(each.min_p > 0.0 for each in params),
-        max_top_k=max(top_k),
         edits=edits_of(cases),
         **options,
     )

@@ -163,15 +163,16 @@ int64_t draw(const Row& row, float least, double uniform) {
   return inside < 0 ? 0 : block * kBlock + inside;
 }
 
-// body(i, row, least) for every random row.
+// body(t, row, least) for every random row t.
 template <typename Body>
 void for_rows(const float* logits, int64_t size, const RandomRows& random, const Body& body) {
   const int64_t grain = size >= kMinFloatsPerThread ? 1 : kMinFloatsPerThread / (size + 1) + 1;
   parallel_for(random.num_rows, grain, [&, logits, size](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t t = random.rows[i];
-      const Row row = row_of(logits + t * size, size, random.temperature[t]);
-      body(i, row, least_kept(row, random.min_p[t], random.top_k[t], static_cast<double>(random.top_p[t])));
+      const float temperature = random.temperature[t] > kMinTemperature ? random.temperature[t] : kMinTemperature;
+      const Row row = row_of(logits + t * size, size, temperature);
+      body(t, row, least_kept(row, random.min_p[t], random.top_k[t], static_cast<double>(random.top_p[t])));
     }
   });
 }
@@ -179,11 +180,11 @@ void for_rows(const float* logits, int64_t size, const RandomRows& random, const
 void draw_rows(const float* logits, int64_t vocab_size, const RandomRows& random, const double* uniforms,
                int64_t* token_ids) {
   for_rows(logits, vocab_size, random,
-           [&](int64_t i, const Row& row, float least) { token_ids[i] = draw(row, least, uniforms[random.rows[i]]); });
+           [&](int64_t t, const Row& row, float least) { token_ids[t] = draw(row, least, uniforms[t]); });
 }
 
 void least_kept_of_rows(const float* logits, int64_t vocab_size, const RandomRows& random, float* least_kept) {
-  for_rows(logits, vocab_size, random, [&](int64_t i, const Row&, float least) { least_kept[i] = least; });
+  for_rows(logits, vocab_size, random, [&](int64_t t, const Row&, float least) { least_kept[t] = least; });
 }
 
 }  // namespace
