@@ -62,6 +62,9 @@ class SamplingOptions:
 class SchedulerConfig:
     """Limits of the scheduler; every one is checked by the constructor.
 
+    num_speculative_tokens: the most drafts that one step verifies for a sequence; 0 is none. max_num_extra_logits: the
+    most rows of logits that a step has beyond one for each sequence: those of prompt tokens, or of drafts.
+
     Raises:
         ValueError: a limit is out of its range, or the cache holds fewer than 2 tokens.
     """
@@ -74,7 +77,8 @@ class SchedulerConfig:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        max_num_prompt_logits: int = 1,
+        max_num_extra_logits: int = 1,
+        num_speculative_tokens: int = 0,
         enable_prefix_caching: bool = True,
         max_consecutive_prefills: int = 2,
         prefill_attempt_interval: int = 1,
@@ -86,8 +90,15 @@ class SchedulerConfig:
 class StepArrays:
     """The Worker's own host buffers, which `SchedulerOutputs.write` fills in place.
 
-    T = max_num_batched_tokens, S = max_num_seqs, B = max_blocks_per_seq, L = S + max_num_prompt_logits, M = capacity of
+    T = max_num_batched_tokens, S = max_num_seqs, B = max_blocks_per_seq, L = S + max_num_extra_logits, M = capacity of
     the mask list.
+
+    The scheduler counts a step in flight as one token, however many drafts the device accepts in it. Where the device
+    must add what it accepted there (`advance_slots`), what stands here is for none: positions, slot_mapping, seq_lens
+    and output_indices. What the step may have written is in the block table either way.
+
+    The device's state has one row for each slot, 0 to S - 1: `next_tokens` [S, 1 + num_speculative_tokens], the last
+    token that was sampled for the slot and then the drafts for those after it, and `num_accepted` [S] of the last step.
 
     Raises (constructor):
         ValueError: an array has the wrong dtype or shape, is not C-contiguous, or is read-only.
@@ -97,25 +108,34 @@ class StepArrays:
         self,
         *,
         token_ids: NDArray[np.int64],  # [T] host-known token ids (0 where the device knows better)
-        inflight_rows: NDArray[np.int32],  # [T] row of the previous step's samples that is this token, or -1
+        token_sources: NDArray[np.int32],  # [T] index into next_tokens, flattened, of this token, or -1
+        inflight_rows: NDArray[np.int32],  # [T] the same without drafts: row of the step in flight, or -1
         positions: NDArray[np.int64],  # [T]
         slot_mapping: NDArray[np.int64],  # [T] block * block_size + offset, where the token's K and V go
         query_start_loc: NDArray[np.int32],  # [S + 1]
         seq_lens: NDArray[np.int32],  # [S] keys of each sequence, this step's included
+        advance_slots: NDArray[np.int32],  # [S] slot whose num_accepted is to be added, or -1; never in a prefill
         block_tables: NDArray[np.int32],  # [S, B] rows padded with block 0
-        logits_indices: NDArray[np.int64],  # [L] index into the tokens of each row that samples, then of prompt tokens
-        temperature: NDArray[np.float32],  # [S] one per row that samples, as are the next four
-        top_k: NDArray[np.int32],  # [S] 0 = off
-        top_p: NDArray[np.float32],  # [S]
-        min_p: NDArray[np.float32],  # [S] 0 = off
-        uniforms: NDArray[np.float64],  # [S] in [0, 1), from (seed, output position)
-        banned_rows: NDArray[np.int64],  # [M] sampled row, and
-        banned_token_ids: NDArray[np.int64],  # [M] the token it must not sample (min_tokens)
+        logits_indices: NDArray[
+            np.int64
+        ],  # [L] index into the tokens of each row of logits that samples, then of others
+        sample_start_loc: NDArray[np.int32],  # [S + 1] first row of logits of each sequence that samples, and their end
+        sample_slots: NDArray[np.int32],  # [S] its slot
+        temperature: NDArray[np.float32],  # [L] one per row of logits that samples, as are the next three
+        top_k: NDArray[np.int32],  # [L] 0 = off
+        top_p: NDArray[np.float32],  # [L]
+        min_p: NDArray[np.float32],  # [L] 0 = off
+        seeds: NDArray[np.int64],  # [S] of each sequence that samples, the bits of an unsigned number, and
+        output_indices: NDArray[np.int64],  # [S] which of its outputs its first row samples
+        uniforms: NDArray[np.float64],  # [L] of each row of logits, in [0, 1), from these two, at the least advance
+        banned_rows: NDArray[np.int64],  # [M] row of logits,
+        banned_token_ids: NDArray[np.int64],  # [M] the token it must not sample (min_tokens), and
+        banned_until: NDArray[np.int64],  # [M] the first output that may be that token
     ) -> None: ...
 
 @final
 class StepLogprobs:
-    """Probabilities of the tokens that a step sampled, for the rows that asked for them.
+    """Probabilities of the tokens that a step sampled, for the rows of logits that asked for them.
 
     Raises:
         ValueError: the shapes do not match.
@@ -124,7 +144,7 @@ class StepLogprobs:
     def __init__(
         self,
         *,
-        rows: NDArray[np.int32],  # [m] sampled rows, ascending
+        rows: NDArray[np.int32],  # [m] rows of logits, ascending
         logprobs: NDArray[np.float32],  # [m] of the token that was sampled
         ranks: NDArray[np.int32],  # [m] its rank, 1 is the likeliest
         top_token_ids: NDArray[np.int32],  # [m, k] the likeliest, best first
@@ -139,10 +159,10 @@ class SequenceMetadata:
     seq_id: int
     is_prefill: bool
     block_table: NDArray[np.int32]
-    seqlen_q: int  # tokens this step computes
-    seqlen_k: int  # keys it attends to, its own included
+    seqlen_q: int  # tokens this step computes, drafts included
+    seqlen_k: int  # keys it attends to, its own included; the least, as is the next
     samples: bool  # false for a prefill chunk that is not the last
-    output_index: int  # position among the sequence's outputs of the token it samples
+    output_index: int  # position among the sequence's outputs of the first token it samples
 
 @final
 class SequenceMetadataPool:
@@ -160,10 +180,11 @@ class SchedulerOutputs:
     is_prefill: bool
     num_seqs: int
     num_tokens: int
-    num_sampled: int  # rows that sample, in batch order
-    num_prompt_logits: int  # rows of logits that follow the sampled ones
+    num_sampled: int  # sequences that sample, in batch order
+    num_sampled_rows: int  # their rows of logits: one each, and one for each draft
+    num_prompt_logits: int  # rows of logits that follow those
     max_query_len: int
-    max_seq_len: int
+    max_seq_len: int  # the most that the device may come to
     max_num_blocks: int  # longest block table of the batch
     all_greedy: bool
     max_top_k: int  # of the rows that are not greedy, as are the next two; 0: nobody uses it
@@ -171,19 +192,21 @@ class SchedulerOutputs:
     any_min_p: bool
     any_lora: bool
     lora_ids: NDArray[np.int32]  # [num_seqs]
-    tracked_rows: NDArray[np.int32]  # [num_tracked] sampled rows whose sequences are tracked, ascending
+    tracked_rows: NDArray[np.int32]  # [num_tracked] which of the sequences that sample are tracked, ascending
     tracked_seq_ids: NDArray[np.int64]  # [num_tracked]
     prompt_logits: NDArray[np.int64]  # [num_spans, 3] (sequence, first position, number of tokens), in order of rows
+    # (slot, all its tokens so far) of each sequence that samples for the first time since it got the slot; with drafts
+    new_slots: list[tuple[int, NDArray[np.int32]]]
     num_banned: int
     num_preempted: int  # sequences that had to give up their blocks for this batch
     num_cached_tokens: int  # prompt tokens found in the prefix cache by this batch
     block_copies: NDArray[np.int32]  # [num_copies, 2] (source, target) of copy-on-write
     def write(self, arrays: StepArrays) -> None:
-        """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_banned` entries of each array.
+        """Fills the first `num_tokens` / `num_seqs` / `num_sampled` / `num_sampled_rows` / `num_banned` entries.
 
-        `logits_indices` has `num_prompt_logits` more. Rows of `block_tables` are padded with block 0 up to
-        `max_num_blocks`; what lies behind is left as it was. When no logits are asked for, `logits_indices[0]` is 0, so
-        that a forward that must ask for one row asks for one that exists.
+        `logits_indices` has `num_prompt_logits` more than `num_sampled_rows`. Rows of `block_tables` are padded with
+        block 0 up to `max_num_blocks`; what lies behind is left as it was. When no logits are asked for,
+        `logits_indices[0]` is 0, so that a forward that must ask for one row asks for one that exists.
 
         Raises:
             ValueError: an array is too small for the step; then none was written.
@@ -206,6 +229,8 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens that came from the prefix cache
     first_scheduled_time_ns: int  # of CLOCK_MONOTONIC
+    num_draft_tokens: int  # drafts of the sequence so far that were proposed and verified
+    num_accepted_draft_tokens: int  # and that became outputs, this one included
     logprob: float  # the model's own log-probability of the token; NaN unless asked for, as are the next two
     rank: int  # of the token among all, 1 is the likeliest; else 0
     top_logprobs: list[tuple[int, float]]  # the likeliest tokens, best first; else none
@@ -309,13 +334,22 @@ class Scheduler:
         """The same for every request that was added with this index."""
     def was_scheduled(self, request_id: str) -> bool:
         """Whether a step has begun to compute an unfinished request; false if unknown (or ended)."""
-    def schedule(self, pool: SequenceMetadataPool) -> tuple[SequenceMetadataList, SchedulerOutputs]:
+    def schedule(
+        self, pool: SequenceMetadataPool, *, draft_threshold: float = 0.0
+    ) -> tuple[SequenceMetadataList, SchedulerOutputs]:
         """Frees finished sequences, then picks the next batch: prefill or decode, or empty when nothing can run.
+
+        draft_threshold: a draft is verified if the probability that it becomes an output, by what became of its
+        sequence's drafts before, is above this. 0: all of them; 1: none.
+
+        No drafts have prefills, beams, and sequences whose drafts are not on the device yet: of forks and of those that
+        came back. A draft never takes what another sequence's own token needs.
 
         At most one step may be in flight (scheduled but not given to `process_outputs`) when it is called, and only a
         decode step. An empty batch is never in flight: processing it is allowed and does nothing.
 
         Raises:
+            ValueError: draft_threshold is negative or not a number.
             RuntimeError: more than that is in flight.
         """
     def process_outputs(
@@ -324,14 +358,20 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         *,
+        drafts: NDArray[np.int32] | None = None,
         logprobs: StepLogprobs | None = None,
     ) -> None:
         """Appends what the step sampled and checks the stop conditions.
 
-        token_ids: [num_sampled, width]; row i holds `num_tokens[i]` new tokens of the i-th row that samples.
-        Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps must come in order. A row may
-        have no token (the next step samples it again) or several (the next step computes all of them), unless a step
-        launched after this one builds on it: then exactly one, as has a row with logprobs. A beam's row is held.
+        token_ids: [num_sampled, width]; row i holds `num_tokens[i]` new tokens of the i-th sequence that samples: the
+        drafts that it accepted, then one more. It may have none (the next step samples again), unless a step launched
+        after this one builds on it. Tokens past a sequence's end, or of one that ended meanwhile, are dropped. Steps
+        must come in order. A beam's row is held.
+
+        drafts: [num_sampled, num_speculative_tokens], what was proposed for the tokens after these, negative behind the
+        last. The next step's tokens are compared with them whether it verifies them or not. None: nobody was asked.
+
+        logprobs: the j-th token of a sequence has those of its j-th row of logits.
 
         Raises:
             ValueError: shapes or counts do not match the step, or the step was processed already; nothing has changed.
@@ -377,6 +417,15 @@ class Scheduler:
     def num_preemptions(self) -> int: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that were proposed and verified."""
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Those of them that became outputs."""
+    @property
+    def num_accepted_by_position(self) -> NDArray[np.int64]:
+        """[num_speculative_tokens]: how many of these were their row's first, second, … draft."""
     def check_invariants(self) -> None:
         """Recounts everything from scratch; raises RuntimeError with the first thing that does not add up."""
 

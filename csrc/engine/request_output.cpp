@@ -21,6 +21,8 @@ struct PackedOutput {
   int64_t num_prompt_tokens;
   int64_t num_cached_tokens;
   int64_t first_scheduled_time_ns;
+  int64_t num_draft_tokens;
+  int64_t num_accepted_draft_tokens;
   int32_t sequence_index;
   int32_t token_id;
   int32_t stop_token_id;
@@ -40,7 +42,7 @@ static_assert(std::has_unique_object_representations_v<PackedHeader>);
 static_assert(std::has_unique_object_representations_v<PackedOutput>);
 
 constexpr uint32_t kMagic = 0x4f524944;  // "DIRO"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 template <typename T>
 void append(std::string& data, const T& value) {
@@ -103,6 +105,8 @@ std::map<int32_t, std::string> pack(const RequestOutputPool& pool, const uint64_
                               output.num_prompt_tokens,
                               output.num_cached_tokens,
                               output.first_scheduled_time_ns,
+                              output.num_draft_tokens,
+                              output.num_accepted_draft_tokens,
                               output.sequence_index,
                               output.token_id,
                               output.stop_token_id,
@@ -149,6 +153,8 @@ std::vector<RequestOutput> unpack(std::string_view data) {
     output.num_prompt_tokens = packed.num_prompt_tokens;
     output.num_cached_tokens = packed.num_cached_tokens;
     output.first_scheduled_time_ns = packed.first_scheduled_time_ns;
+    output.num_draft_tokens = packed.num_draft_tokens;
+    output.num_accepted_draft_tokens = packed.num_accepted_draft_tokens;
     output.rank = packed.rank;
     std::memcpy(&output.logprob, &packed.logprob, sizeof(output.logprob));
     outputs.push_back(std::move(output));

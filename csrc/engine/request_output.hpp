@@ -32,6 +32,9 @@ struct RequestOutput {
   int64_t num_prompt_tokens = 0;
   int64_t num_cached_tokens = 0;
   int64_t first_scheduled_time_ns = 0;  // of std::chrono::steady_clock
+  // Drafts of its sequence so far that were proposed and verified, and that became outputs, this one included.
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_draft_tokens = 0;
   // The model's own log-probability of the token, its rank among all (1 is the likeliest), and the likeliest tokens,
   // best first; NaN, 0 and none unless the request asked for them.
   float logprob = std::numeric_limits<float>::quiet_NaN();

@@ -20,10 +20,10 @@ struct SequenceMetadata {
   int64_t seq_id = 0;
   bool is_prefill = false;
   std::vector<int32_t> block_table;
-  int64_t seqlen_q = 0;      // tokens this step computes
-  int64_t seqlen_k = 0;      // keys it attends to, its own included
+  int64_t seqlen_q = 0;      // tokens this step computes, drafts included
+  int64_t seqlen_k = 0;      // keys it attends to, its own included; the least, as is the next
   bool samples = false;      // false for a prefill chunk that is not the last
-  int64_t output_index = 0;  // position among the sequence's outputs of the token it samples
+  int64_t output_index = 0;  // position among the sequence's outputs of the first token it samples
 };
 
 using SequenceMetadataPool = HandlePool<SequenceMetadata>;
@@ -35,8 +35,14 @@ struct PromptLogitsSpan {
   int64_t num_tokens;
 };
 
-// The Worker's buffers. T, S, B, L and M are their capacities in tokens, sequences, blocks per sequence, rows of logits
-// and banned pairs.
+// A slot of the device's state that belongs to another sequence from this step on.
+struct NewSlot {
+  int32_t slot;
+  size_t begin, end;  // its tokens, of all the step's
+};
+
+// The Worker's buffers, whose contents _core.pyi explains. T, S, B, L and M are their capacities in tokens, sequences,
+// blocks per sequence, rows of logits and banned tokens.
 struct StepArrays {
   size_t max_num_tokens = 0;      // T
   size_t max_num_seqs = 0;        // S
@@ -44,20 +50,27 @@ struct StepArrays {
   size_t max_num_logits = 0;      // L
   size_t max_num_banned = 0;      // M
   int64_t* token_ids = nullptr;
+  int32_t* token_sources = nullptr;
   int32_t* inflight_rows = nullptr;
   int64_t* positions = nullptr;
   int64_t* slot_mapping = nullptr;
   int32_t* query_start_loc = nullptr;
   int32_t* seq_lens = nullptr;
+  int32_t* advance_slots = nullptr;
   int32_t* block_tables = nullptr;
   int64_t* logits_indices = nullptr;
+  int32_t* sample_start_loc = nullptr;
+  int32_t* sample_slots = nullptr;
   float* temperature = nullptr;
   int32_t* top_k = nullptr;
   float* top_p = nullptr;
   float* min_p = nullptr;
+  int64_t* seeds = nullptr;
+  int64_t* output_indices = nullptr;
   double* uniforms = nullptr;
   int64_t* banned_rows = nullptr;
   int64_t* banned_token_ids = nullptr;
+  int64_t* banned_until = nullptr;
 };
 
 enum class BatchState : uint8_t {
@@ -76,20 +89,24 @@ class ScheduledBatch {
  public:
   struct Row {
     Sequence* sequence;           // null once the step was processed: it may be gone
-    int64_t num_computed_tokens;  // of the sequence, once this step is done
+    int64_t num_computed_tokens;  // of the sequence, once this step is done and has accepted none of its drafts
     int32_t num_preemptions;      // of the sequence, at this time
+    int32_t num_drafts;           // that the step verifies
     bool samples;                 // a beam's row does too: it gives candidates
   };
 
-  ScheduledBatch() = default;
+  // num_speculative_tokens: the most drafts that a slot of the device's state holds.
+  ScheduledBatch(int block_size, int32_t num_speculative_tokens)
+      : block_size_(block_size), num_speculative_tokens_(num_speculative_tokens) {}
   ~ScheduledBatch() { end(); }
   ScheduledBatch(const ScheduledBatch&) = delete;
   ScheduledBatch& operator=(const ScheduledBatch&) = delete;
 
   // Starts a new step, whose metadata live in `pool`.
   void reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill);
-  // The sequence computes tokens [begin, end), and samples if that is all of it. Its blocks are there already.
-  void add_row(Sequence& sequence, int64_t begin, int64_t end, int block_size);
+  // The sequence computes tokens [begin, end), and samples if that is all of it; then it may compute num_drafts drafts
+  // behind. Its blocks are there already.
+  void add_row(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts);
   // One more entry at the end of the new outputs, with whatever it held before.
   [[nodiscard]] RequestOutput& add_output();
   // Those for which `is_dropped(const RequestOutput&)` says so.
@@ -102,15 +119,16 @@ class ScheduledBatch {
   // Gives the metadata back.
   void end();
 
-  // Fills the first num_tokens / num_seqs / num_sampled / num_banned entries (of the logits' indices num_sampled, then
-  // num_prompt_logits); block tables are padded with block 0 up to max_num_blocks. Throws std::invalid_argument if an
-  // array is too small, NotFound if the step is over.
+  // Fills the first num_tokens / num_seqs / num_sampled / num_sampled_rows / num_banned entries (of the logits' indices
+  // num_sampled_rows, then num_prompt_logits); block tables are padded with block 0 up to max_num_blocks. Throws
+  // std::invalid_argument if an array is too small, NotFound if the step is over.
   void write(const StepArrays& arrays) const;
 
   [[nodiscard]] bool is_empty() const { return rows.empty(); }
   [[nodiscard]] int64_t num_seqs() const { return static_cast<int64_t>(rows.size()); }
   [[nodiscard]] int64_t num_tokens() const { return static_cast<int64_t>(token_ids_.size()); }
-  [[nodiscard]] int64_t num_sampled() const { return static_cast<int64_t>(logits_indices_.size()); }
+  [[nodiscard]] int64_t num_sampled() const { return static_cast<int64_t>(sample_slots_.size()); }
+  [[nodiscard]] int64_t num_sampled_rows() const { return static_cast<int64_t>(logits_indices_.size()); }
   [[nodiscard]] int64_t num_prompt_logits() const { return static_cast<int64_t>(prompt_logits_indices_.size()); }
   [[nodiscard]] int64_t num_banned() const { return static_cast<int64_t>(banned_rows_.size()); }
   [[nodiscard]] const std::shared_ptr<SequenceMetadataPool>& pool() const { return pool_; }
@@ -131,9 +149,11 @@ class ScheduledBatch {
   std::vector<Row> rows;
   std::vector<BlockCopy> block_copies;
   std::vector<int32_t> lora_ids;         // [num_seqs]
-  std::vector<int32_t> tracked_rows;     // sampled rows whose sequences are tracked, and
-  std::vector<int64_t> tracked_seq_ids;  // those sequences
+  std::vector<int32_t> tracked_rows;     // which of the sequences that sample are tracked, and
+  std::vector<int64_t> tracked_seq_ids;  // their ids
   std::vector<PromptLogitsSpan> prompt_logits;
+  std::vector<NewSlot> new_slots;  // none without drafts; in the order of rows
+  std::vector<int32_t> new_slot_tokens;
 
   // What processing it appended, waiting to be built. Never shrinks; the first num_new_outputs count.
   std::vector<RequestOutput> new_outputs;
@@ -141,18 +161,24 @@ class ScheduledBatch {
 
  private:
   void add_prompt_logits(const Sequence& sequence, int64_t begin, int64_t end);
-  void add_sampled_row(const Sequence& sequence, int64_t output_index);
+  void add_sampled_rows(const Sequence& sequence, int64_t output_index, int32_t num_drafts);
+  void add_banned(const SamplingOptions& options, int64_t first_row, int64_t output_index, int32_t num_drafts);
+  void add_new_slot(const Sequence& sequence);
 
+  const int block_size_;
+  const int32_t num_speculative_tokens_;
   std::shared_ptr<SequenceMetadataPool> pool_;
   std::vector<uint64_t> metadata_;  // [num_seqs] handles into pool_
-  std::vector<int32_t> token_ids_, inflight_rows_;
+  std::vector<int32_t> token_ids_, token_sources_, inflight_rows_;
   std::vector<int64_t> positions_, slot_mapping_;
-  std::vector<int32_t> query_start_loc_, seq_lens_;
+  std::vector<int32_t> query_start_loc_, seq_lens_, advance_slots_;
   std::vector<int64_t> logits_indices_, prompt_logits_indices_;
+  std::vector<int32_t> sample_start_loc_, sample_slots_;
   std::vector<float> temperature_, top_p_, min_p_;
   std::vector<int32_t> top_k_;
   std::vector<double> uniforms_;
-  std::vector<int64_t> banned_rows_, banned_token_ids_;
+  std::vector<int64_t> seeds_, output_indices_;
+  std::vector<int64_t> banned_rows_, banned_token_ids_, banned_until_;
 };
 
 }  // namespace deepinfer

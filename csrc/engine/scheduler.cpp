@@ -10,10 +10,6 @@
 namespace deepinfer {
 namespace {
 
-// Free blocks that an admission leaves over, in percent of all: without them the next decode step would have to preempt
-// what was just admitted.
-constexpr int kWatermarkPercent = 1;
-
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
 void check_range(const char* field, int64_t value, int64_t min, int64_t max) {
@@ -24,8 +20,6 @@ void check_range(const char* field, int64_t value, int64_t min, int64_t max) {
 
 constexpr double kNsPerSecond = 1e9;
 
-int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 }  // namespace
 
 void SchedulerConfig::validate() const {
@@ -35,7 +29,9 @@ void SchedulerConfig::validate() const {
   check_range("max_num_seqs", max_num_seqs, 1, kMaxInt32);
   check_range("max_num_batched_tokens", max_num_batched_tokens, 1, kMaxInt32);
   check_range("max_model_len", max_model_len, 2, kMaxInt32);
-  check_range("max_num_prompt_logits", max_num_prompt_logits, 1, kMaxInt32);
+  check_range("max_num_extra_logits", max_num_extra_logits, 1, kMaxInt32);
+  check_range("num_speculative_tokens", num_speculative_tokens, 0,
+              std::min(max_num_batched_tokens, kMaxInt32 / max_num_seqs) - 1);
   check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
   check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
   if (!(priority_aging_s >= 0 && std::isfinite(priority_aging_s))) {
@@ -57,7 +53,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_((config.validate(), config)),
       max_seq_len_(std::min(config.max_model_len, config.num_blocks * config.block_size)),
       blocks_(static_cast<int>(config.num_blocks), static_cast<int>(config.block_size), config.enable_prefix_caching,
-              config.hash_seed) {}
+              config.hash_seed),
+      num_accepted_by_position_(static_cast<size_t>(config.num_speculative_tokens)) {}
 
 // ---- a request comes, forks, goes ----
 
@@ -94,6 +91,10 @@ int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> p
   return seq_id;
 }
 
+int64_t Scheduler::now_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // A moment that lies later the less urgent a request is: whatever waits long enough comes before all that is new.
 double Scheduler::service_rank(int64_t priority) const {
   if (config_.priority_aging_s == 0) return static_cast<double>(priority);
@@ -123,8 +124,11 @@ int64_t Scheduler::add_fork(const Sequence& parent, uint64_t seed) {
   child->options.seed = seed;
   child->options.prompt_logprobs = false;
   child->num_forks_due = 0;
+  child->slot = kNoSlot;
+  child->num_draft_tokens = child->num_accepted_draft_tokens = 0;
   if (parent.status != SequenceStatus::kWaiting && num_holding_blocks() < static_cast<size_t>(config_.max_num_seqs)) {
     child->block_table = blocks_.fork(parent.block_table);
+    take_slot(*child);
   } else {
     child->block_table = BlockTable();
     child->num_computed_tokens = 0;
@@ -214,6 +218,7 @@ void Scheduler::end_sequence(Sequence& sequence, SequenceStatus status) {
 
 void Scheduler::retire(Sequence& sequence, Queue& queue) {
   queue.erase(&sequence);
+  give_back_slot(sequence);
   finished_.push_back(&sequence);
   const auto request = requests_.find(sequence.request_id);
   std::vector<int64_t>& live = request->second.live_seq_ids;
@@ -236,209 +241,19 @@ std::vector<Fork> Scheduler::take_forks() { return std::exchange(forks_, {}); }
 
 std::vector<int64_t> Scheduler::take_freed_seq_ids() { return std::exchange(freed_seq_ids_, {}); }
 
-// ---- a step is scheduled ----
-
-std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<SequenceMetadataPool>& pool) {
-  check_may_schedule();
-  free_finished_seqs();
-  std::shared_ptr<ScheduledBatch> batch = spare_batch();
-  const bool could_decode = can_decode();
-  batch->reset(pool, true);
-  if (is_prefill_attempt_due(could_decode)) {
-    num_decodes_since_attempt_ = 0;
-    schedule_prefill(*batch);
-    // Held ones may be waiting, outside, for the very sequence that finds no room beside them.
-    while (batch->is_empty() && !could_decode && launched_.empty() && preempt_held(*batch)) schedule_prefill(*batch);
-  }
-  if (!batch->is_empty()) {
-    last_step_was_prefill_ = true;
-    if (could_decode) ++num_consecutive_prefills_;
+void Scheduler::take_slot(Sequence& sequence) {
+  sequence.is_slot_filled = false;
+  if (free_slots_.empty()) {
+    sequence.slot = num_slots_++;
   } else {
-    batch->reset(pool, false);
-    schedule_decode(*batch);
-    if (!batch->is_empty()) {
-      last_step_was_prefill_ = false;
-      num_consecutive_prefills_ = 0;
-      ++num_decodes_since_attempt_;
-    }
-  }
-  if (batch->is_empty()) {
-    batch->end();
-  } else {
-    launched_.push_back(batch);
-  }
-  return batch;
-}
-
-void Scheduler::check_may_schedule() const {
-  if (launched_.size() > 1) throw std::logic_error("schedule() with more than one step in flight");
-  if (!launched_.empty() && launched_.front()->is_prefill) {
-    throw std::logic_error("schedule() with a prefill step in flight; it must be processed first");
+    sequence.slot = free_slots_.back();
+    free_slots_.pop_back();
   }
 }
 
-bool Scheduler::can_decode() const {
-  const auto is_open = [this](const Sequence* sequence) { return sequence->can_decode(max_seq_len_); };
-  return std::any_of(running_.begin(), running_.end(), is_open) ||
-         std::any_of(prompted_.begin(), prompted_.end(), is_open);
-}
-
-bool Scheduler::is_prefill_attempt_due(bool could_decode) const {
-  if (num_waiting() == 0) return false;
-  if (!could_decode) return true;
-  // A prefill that admitted something is followed up until its turn is over; one that did not waits for the next.
-  const bool in_turn = last_step_was_prefill_ || num_decodes_since_attempt_ >= config_.prefill_attempt_interval;
-  return in_turn && num_consecutive_prefills_ < config_.max_consecutive_prefills;
-}
-
-void Scheduler::schedule_prefill(ScheduledBatch& batch) {
-  auto started = prefilling_.begin();
-  bool admitting = true;
-  while (fits_in_step(batch)) {
-    Sequence* next = started == prefilling_.end() ? nullptr : *started;
-    Sequence* head = admitting ? waiting_head() : nullptr;
-    if (head != nullptr && (next == nullptr || ServedBefore()(head, next))) {
-      // When the head does not fit nobody behind it is admitted, but what was begun goes on: it needs no memory, and it
-      // must end before the head can fit.
-      admitting = fits_in_step(batch, *head) && admit(*head, batch);
-    } else if (next != nullptr) {
-      ++started;
-      if (fits_in_step(batch, *next)) add_chunk(*next, batch);
-    } else {
-      break;
-    }
-  }
-}
-
-bool Scheduler::fits_in_memory(const Admission& admission) const {
-  int watermark = 0;
-  if (blocks_.num_used_blocks() > 0) watermark = std::max(1, blocks_.num_blocks() / 100 * kWatermarkPercent);
-  return admission.num_free_blocks + watermark <= blocks_.num_free_blocks();
-}
-
-bool Scheduler::fits_in_step(const ScheduledBatch& batch) const {
-  return batch.num_tokens() < config_.max_num_batched_tokens && batch.num_seqs() < config_.max_num_seqs;
-}
-
-bool Scheduler::fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const {
-  return !sequence.wants_prompt_logprobs() || batch.num_prompt_logits() < config_.max_num_prompt_logits;
-}
-
-Sequence* Scheduler::waiting_head() const {
-  const auto is_free = [](const Sequence* sequence) { return !sequence->is_held; };
-  const auto head = std::find_if(waiting_.begin(), waiting_.end(), is_free);
-  return head == waiting_.end() ? nullptr : *head;
-}
-
-bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
-  // Preempted with a token in flight: until that is here, nobody knows what there is to compute.
-  if (sequence.num_inflight_steps > 0) return false;
-  if (num_holding_blocks() >= static_cast<size_t>(config_.max_num_seqs)) return false;
-  // A token that is found in the cache is not computed, and what is not computed has no logits.
-  const bool may_reuse = !sequence.wants_prompt_logprobs();
-  const Admission admission = blocks_.plan(sequence.block_table, sequence.tokens, sequence.cache_salt, may_reuse);
-  if (!fits_in_memory(admission)) return false;
-  blocks_.allocate(sequence.block_table, sequence.tokens, admission);
-  move(sequence, waiting_, prefilling_);
-  sequence.num_computed_tokens = int64_t{admission.num_cached_blocks} * blocks_.block_size();
-  if (sequence.first_scheduled_time_ns == 0) sequence.first_scheduled_time_ns = now_ns();
-  // Counted once: a recomputed sequence finds its own blocks again, which is not what the count is for.
-  if (sequence.num_cached_tokens < 0) {
-    sequence.num_cached_tokens = sequence.num_computed_tokens;
-    batch.num_cached_tokens += sequence.num_computed_tokens;
-    num_cached_tokens_ += sequence.num_computed_tokens;
-  }
-  add_chunk(sequence, batch);
-  return true;
-}
-
-void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
-  const int64_t begin = sequence.num_computed_tokens;
-  int64_t budget = config_.max_num_batched_tokens - batch.num_tokens();
-  if (sequence.wants_prompt_logprobs()) {
-    budget = std::min(budget, config_.max_num_prompt_logits - batch.num_prompt_logits());
-  }
-  const int64_t end = std::min(sequence.num_tokens(), begin + budget);
-  launch(sequence, begin, end, batch);
-  if (end == sequence.num_tokens()) {
-    move(sequence, prefilling_, prompted_);
-    sequence.status = SequenceStatus::kPrompted;
-  }
-}
-
-void Scheduler::schedule_decode(ScheduledBatch& batch) {
-  while (!prompted_.empty()) {
-    Sequence& sequence = **prompted_.begin();
-    move(sequence, prompted_, running_);
-    sequence.status = SequenceStatus::kRunning;
-  }
-  for (auto next = running_.begin(); next != running_.end(); ++next) {
-    Sequence& sequence = **next;
-    if (!sequence.can_decode(max_seq_len_)) continue;
-    const int64_t begin = sequence.decode_begin();
-    const int64_t end = sequence.decode_end();
-    if (batch.num_tokens() + end - begin > config_.max_num_batched_tokens) break;
-    // It can only have preempted itself, as the last of all: nobody comes after it.
-    if (!reserve_for_decode(sequence, batch)) break;
-    launch(sequence, begin, end, batch);
-  }
-}
-
-bool Scheduler::reserve_for_decode(Sequence& sequence, ScheduledBatch& batch) {
-  const int64_t begin = sequence.decode_begin();
-  const int64_t end = sequence.decode_end();
-  // Asked anew after each victim: it may have been the one that a block was shared with.
-  while (blocks_.num_blocks_to_write(sequence.block_table, begin, end) > blocks_.num_free_blocks()) {
-    Sequence* victim = *running_.rbegin();
-    if (!prefilling_.empty() && ServedBefore()(victim, *prefilling_.rbegin())) victim = *prefilling_.rbegin();
-    preempt(*victim);
-    ++batch.num_preempted;
-    if (victim == &sequence) return false;
-  }
-  blocks_.make_writable(sequence.block_table, begin, end, batch.block_copies);
-  return true;
-}
-
-void Scheduler::launch(Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch) {
-  batch.add_row(sequence, begin, end, blocks_.block_size());
-  sequence.num_computed_tokens = end;
-  ++sequence.num_inflight_steps;
-  if (batch.rows.back().samples) {
-    sequence.inflight_row = static_cast<int32_t>(batch.num_sampled() - 1);
-    ++sequence.num_inflight_tokens;
-  }
-}
-
-// Its blocks may be given out at once, even if a step in flight still reads and writes them: the device runs steps in
-// the order of their launch, so whoever gets a block writes it only after that step.
-void Scheduler::preempt(Sequence& victim) {
-  move(victim, queue_of(victim), waiting_);
-  blocks_.free(victim.block_table);
-  victim.num_computed_tokens = 0;
-  victim.status = SequenceStatus::kWaiting;
-  ++victim.num_preemptions;
-  ++num_preemptions_;
-}
-
-bool Scheduler::preempt_held(ScheduledBatch& batch) {
-  if (waiting_head() == nullptr) return false;
-  // Nothing can decode and nothing is in flight, so all that stand here are held.
-  Sequence* victim = nullptr;
-  for (const Queue* queue : {&prompted_, &running_}) {
-    if (queue->empty()) continue;
-    if (victim == nullptr || ServedBefore()(victim, *queue->rbegin())) victim = *queue->rbegin();
-  }
-  if (victim == nullptr) return false;
-  preempt(*victim);
-  ++batch.num_preempted;
-  return true;
-}
-
-std::shared_ptr<ScheduledBatch> Scheduler::spare_batch() {
-  for (const auto& batch : batches_) {
-    if (batch.use_count() == 1) return batch;
-  }
-  return batches_.emplace_back(std::make_shared<ScheduledBatch>());
+void Scheduler::give_back_slot(Sequence& sequence) {
+  if (sequence.slot != kNoSlot) free_slots_.push_back(sequence.slot);
+  sequence.slot = kNoSlot;
 }
 
 Scheduler::Queue& Scheduler::queue_of(const Sequence& sequence) {

@@ -21,7 +21,8 @@ struct SchedulerConfig {
   int64_t max_num_seqs = 0;            // sequences that hold blocks, and so in one step
   int64_t max_num_batched_tokens = 0;  // tokens one step computes
   int64_t max_model_len = 0;           // prompt and outputs of one sequence
-  int64_t max_num_prompt_logits = 1;   // prompt tokens that one step gives logits for
+  int64_t max_num_extra_logits = 1;    // rows of logits of one step beyond one a sequence: prompt tokens' and drafts'
+  int32_t num_speculative_tokens = 0;  // drafts that one step verifies for a sequence
   bool enable_prefix_caching = true;
   int64_t max_consecutive_prefills = 2;  // prefill steps in a row while something could decode
   int64_t prefill_attempt_interval = 1;  // decode steps between two prefill attempts while something waits
@@ -34,8 +35,8 @@ struct SchedulerConfig {
   void validate() const;
 };
 
-// What a step tells about the probabilities of the tokens that it sampled, for the rows that asked; rows ascend. Shapes:
-// [num_rows], and [num_rows, num_top] for the last two.
+// What a step tells about the probabilities of the tokens that it sampled, for the rows of logits that asked; they
+// ascend. Shapes: [num_rows], and [num_rows, num_top] for the last two.
 struct StepLogprobs {
   size_t num_rows = 0;
   size_t num_top = 0;
@@ -44,6 +45,17 @@ struct StepLogprobs {
   const int32_t* ranks = nullptr;
   const int32_t* top_token_ids = nullptr;
   const float* top_logprobs = nullptr;
+};
+
+// What a step sampled. Rows are the sequences that sample.
+struct StepTokens {
+  size_t num_rows = 0;
+  size_t width = 0;
+  const int32_t* token_ids = nullptr;   // [num_rows, width]; the first num_tokens[row] of a row are new
+  const int32_t* num_tokens = nullptr;  // [num_rows]
+  // [num_rows, num_speculative_tokens]: proposals for the tokens after the new ones; negative behind the last. Null: no
+  // row has any.
+  const int32_t* drafts = nullptr;
 };
 
 // A sequence that came into being while a step was processed.
@@ -64,7 +76,9 @@ struct Fork {
 //    they live. Nobody is admitted past a head that does not fit (held ones aside: they have nothing to compute), and a
 //    block is taken only from sequences served later than the one that needs it, or from held ones when nothing else
 //    could go on.
-// 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place.
+// 3. At most max_num_seqs sequences hold blocks (finished ones aside), so moving one on never needs a place. Each of
+//    these has a slot of the device's state, below max_num_seqs. A slot may go to another sequence while a step in
+//    flight still uses it: the device runs steps in the order of their launch.
 // 4. At most one launched step is unprocessed when `schedule` is called, and it is a decode step. Steps are processed
 //    in the order in which they were launched.
 // 5. While something can decode, at most max_consecutive_prefills prefill steps come in a row; while something waits, a
@@ -98,14 +112,15 @@ class Scheduler {
   // Whether a step has begun to compute a live request, however little of it.
   [[nodiscard]] bool was_scheduled(const std::string& request_id) const;
 
-  // The next batch, possibly empty; an empty one is not launched and needs no processing.
-  [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool);
+  // The next batch, possibly empty; an empty one is not launched and needs no processing. draft_threshold: a draft is
+  // verified if the probability that it becomes an output is above it; 0: all that fit are.
+  [[nodiscard]] std::shared_ptr<ScheduledBatch> schedule(const std::shared_ptr<SequenceMetadataPool>& pool,
+                                                         double draft_threshold);
 
-  // token_ids: [num_rows, width]; the first num_tokens[row] of a row are new. Rows are the batch's sampled ones. A row
-  // that a later launched step builds on must have exactly one token, unless its sequence has ended; so must a row with
-  // logprobs. A beam's row has none, whatever stands there: it is held.
-  void process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                       const int32_t* num_tokens, const StepLogprobs& logprobs);
+  // A row has one token and those of its drafts that equal what was sampled: these come first. Or it has none and is
+  // sampled again, unless a later launched step builds on it. Whatever stands there, a beam's row is held, and what
+  // comes after a sequence's end is dropped.
+  void process_outputs(ScheduledBatch& batch, const StepTokens& tokens, const StepLogprobs& logprobs);
   // Appends the handles of what `process_outputs` left in the batch, and ends the step.
   void build_request_outputs(ScheduledBatch& batch, RequestOutputPool& pool, std::vector<uint64_t>& handles);
   // Ends the step and, with an error, every sequence in it that has not ended yet.
@@ -126,6 +141,10 @@ class Scheduler {
   [[nodiscard]] const BlockManager& blocks() const { return blocks_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
   [[nodiscard]] int64_t num_cached_tokens() const { return num_cached_tokens_; }
+  // Drafts that were proposed and verified, those that became outputs, and of these how many at each place in a row.
+  [[nodiscard]] int64_t num_draft_tokens() const { return num_draft_tokens_; }
+  [[nodiscard]] int64_t num_accepted_draft_tokens() const { return num_accepted_draft_tokens_; }
+  [[nodiscard]] const std::vector<int64_t>& num_accepted_by_position() const { return num_accepted_by_position_; }
 
   // Recounts everything; throws std::runtime_error with the first thing that does not add up.
   void check_invariants() const;
@@ -143,14 +162,22 @@ class Scheduler {
     int32_t num_seqs = 1;  // ever; the next fork's sequence_index
   };
 
+  // One row of StepTokens.
+  struct SampledRow {
+    const int32_t* token_ids;
+    int32_t num_tokens;
+    const int32_t* drafts;  // null: none
+  };
+
   [[nodiscard]] double service_rank(int64_t priority) const;
+  [[nodiscard]] static int64_t now_ns();
 
   // schedule, from top to bottom
   void check_may_schedule() const;
   [[nodiscard]] bool can_decode() const;
   [[nodiscard]] bool is_prefill_attempt_due(bool can_decode) const;
   void schedule_prefill(ScheduledBatch& batch);
-  void schedule_decode(ScheduledBatch& batch);
+  void schedule_decode(ScheduledBatch& batch, double draft_threshold);
   [[nodiscard]] bool fits_in_memory(const Admission& admission) const;
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch) const;
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const;
@@ -158,17 +185,23 @@ class Scheduler {
   bool admit(Sequence& sequence, ScheduledBatch& batch);
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
-  void launch(Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch);
+  [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, double threshold, int64_t budget, ScheduledBatch& batch);
+  void launch(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts, ScheduledBatch& batch);
   void preempt(Sequence& victim);
   bool preempt_held(ScheduledBatch& batch);
 
   // processing
-  void check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                     const int32_t* num_tokens) const;
-  static void check_logprobs(const ScheduledBatch& batch, const int32_t* num_tokens, const StepLogprobs& logprobs);
+  void check_outputs(const ScheduledBatch& batch, const StepTokens& tokens) const;
+  static void check_logprobs(const ScheduledBatch& batch, const StepLogprobs& logprobs);
   void check_is_next(const ScheduledBatch& batch) const;
   void take_front(ScheduledBatch& batch);
-  void take_sampled(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch);
+  [[nodiscard]] SampledRow sampled_row(const StepTokens& tokens, size_t index) const;
+  static Sequence& leave_step(ScheduledBatch::Row& row);
+  void take_sampled(Sequence& sequence, const ScheduledBatch::Row& row, const SampledRow& sampled,
+                    ScheduledBatch& batch);
+  void judge_drafts(Sequence& sequence, const ScheduledBatch::Row& row, const SampledRow& sampled);
+  // Returns how many of the drafts became outputs.
+  int32_t append_sampled(Sequence& sequence, const SampledRow& sampled, ScheduledBatch& batch);
   int64_t add_fork(const Sequence& parent, uint64_t seed);
   void fork_due_seqs(Sequence& parent);
   template <typename Predicate>
@@ -176,6 +209,8 @@ class Scheduler {
   void retire(Sequence& sequence, Queue& queue);
   void end_sequence(Sequence& sequence, SequenceStatus status);
 
+  void take_slot(Sequence& sequence);
+  void give_back_slot(Sequence& sequence);
   [[nodiscard]] std::shared_ptr<ScheduledBatch> spare_batch();
   [[nodiscard]] Queue& queue_of(const Sequence& sequence);
   [[nodiscard]] size_t num_holding_blocks() const { return prefilling_.size() + prompted_.size() + running_.size(); }
@@ -190,7 +225,10 @@ class Scheduler {
   std::unordered_map<std::string, Request> requests_;                 // live ones
   Queue waiting_, prefilling_, prompted_, running_;
   std::vector<Sequence*> finished_;
-  std::vector<Fork> forks_;  // of tracked sequences, as are the next
+  std::vector<Sequence*> decoding_;  // of the step that is being scheduled
+  std::vector<int32_t> free_slots_;  // of those that were given out before
+  int32_t num_slots_ = 0;            // that ever were
+  std::vector<Fork> forks_;          // of tracked sequences, as are the next
   std::vector<int64_t> freed_seq_ids_;
   int64_t next_seq_id_ = 0;
   uint64_t next_arrival_ = 0;
@@ -203,6 +241,9 @@ class Scheduler {
 
   int64_t num_preemptions_ = 0;
   int64_t num_cached_tokens_ = 0;
+  int64_t num_draft_tokens_ = 0;
+  int64_t num_accepted_draft_tokens_ = 0;
+  std::vector<int64_t> num_accepted_by_position_;  // [num_speculative_tokens]
 };
 
 }  // namespace deepinfer

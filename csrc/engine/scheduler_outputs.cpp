@@ -2,6 +2,9 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "engine/scheduler.hpp"
@@ -22,19 +25,34 @@ void fill_output(RequestOutput& output, const Sequence& sequence, int64_t output
   output.num_prompt_tokens = sequence.num_prompt_tokens;
   output.num_cached_tokens = sequence.num_cached_tokens;
   output.first_scheduled_time_ns = sequence.first_scheduled_time_ns;
+  output.num_draft_tokens = sequence.num_draft_tokens;
+  output.num_accepted_draft_tokens = sequence.num_accepted_draft_tokens;
   output.logprob = std::numeric_limits<float>::quiet_NaN();
   output.rank = 0;
   output.top_logprobs.clear();
 }
 
-void fill_logprobs(RequestOutput& output, const StepLogprobs& logprobs, size_t index, int32_t num_logprobs) {
-  output.logprob = logprobs.logprobs[index];
-  output.rank = logprobs.ranks[index];
-  const size_t num_top = std::min(logprobs.num_top, static_cast<size_t>(num_logprobs));
-  for (size_t i = index * logprobs.num_top; i < index * logprobs.num_top + num_top; ++i) {
-    output.top_logprobs.push_back({logprobs.top_token_ids[i], logprobs.top_logprobs[i]});
+// Reads a step's logprobs once, from the first row to the last.
+class LogprobsReader {
+ public:
+  explicit LogprobsReader(const StepLogprobs& logprobs) : logprobs_(logprobs) {}
+
+  // Those of a row of logits that is not before the last one asked for; nothing if there are none.
+  void fill(RequestOutput& output, int32_t logits_row, int32_t num_logprobs) {
+    while (index_ < logprobs_.num_rows && logprobs_.rows[index_] < logits_row) ++index_;
+    if (index_ == logprobs_.num_rows || logprobs_.rows[index_] != logits_row) return;
+    output.logprob = logprobs_.logprobs[index_];
+    output.rank = logprobs_.ranks[index_];
+    const size_t num_top = std::min(logprobs_.num_top, static_cast<size_t>(num_logprobs));
+    for (size_t i = index_ * logprobs_.num_top; i < index_ * logprobs_.num_top + num_top; ++i) {
+      output.top_logprobs.push_back({logprobs_.top_token_ids[i], logprobs_.top_logprobs[i]});
+    }
   }
-}
+
+ private:
+  const StepLogprobs& logprobs_;
+  size_t index_ = 0;
+};
 
 void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("scheduler: " + what);
@@ -42,18 +60,16 @@ void expect(bool condition, const std::string& what) {
 
 }  // namespace
 
-void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                                const int32_t* num_tokens, const StepLogprobs& logprobs) {
-  check_outputs(batch, token_ids, num_rows, width, num_tokens);
-  check_logprobs(batch, num_tokens, logprobs);
+void Scheduler::process_outputs(ScheduledBatch& batch, const StepTokens& tokens, const StepLogprobs& logprobs) {
+  check_outputs(batch, tokens);
+  check_logprobs(batch, logprobs);
   if (batch.is_empty()) return;
   take_front(batch);
-  size_t sampled_row = 0;
-  size_t logprobs_index = 0;
+  size_t sampled_index = 0;
+  int32_t first_logits_row = 0;
+  LogprobsReader logprobs_reader(logprobs);
   for (ScheduledBatch::Row& row : batch.rows) {
-    Sequence& sequence = *std::exchange(row.sequence, nullptr);
-    --sequence.num_inflight_steps;
-    if (row.samples) --sequence.num_inflight_tokens;
+    Sequence& sequence = leave_step(row);
     if (!sequence.is_finished()) {
       // What this step wrote is now certain. A sequence preempted since then does not hold those blocks any more.
       if (sequence.num_preemptions == row.num_preemptions) {
@@ -61,69 +77,67 @@ void Scheduler::process_outputs(ScheduledBatch& batch, const int32_t* token_ids,
       }
       if (row.samples) {
         const size_t num_outputs_before = batch.num_new_outputs;
-        const bool has_logprobs =
-            logprobs_index < logprobs.num_rows && static_cast<size_t>(logprobs.rows[logprobs_index]) == sampled_row;
-        take_sampled(sequence, token_ids + sampled_row * width, num_tokens[sampled_row], batch);
-        if (has_logprobs && sequence.options.num_logprobs >= 0 && batch.num_new_outputs > num_outputs_before) {
-          fill_logprobs(batch.new_outputs[num_outputs_before], logprobs, logprobs_index, sequence.options.num_logprobs);
+        take_sampled(sequence, row, sampled_row(tokens, sampled_index), batch);
+        if (sequence.options.num_logprobs >= 0) {
+          for (size_t i = num_outputs_before; i < batch.num_new_outputs; ++i) {
+            const auto logits_row = first_logits_row + static_cast<int32_t>(i - num_outputs_before);
+            logprobs_reader.fill(batch.new_outputs[i], logits_row, sequence.options.num_logprobs);
+          }
         }
       }
     }
     if (row.samples) {
-      while (logprobs_index < logprobs.num_rows && static_cast<size_t>(logprobs.rows[logprobs_index]) <= sampled_row) {
-        ++logprobs_index;
-      }
-      ++sampled_row;
+      ++sampled_index;
+      first_logits_row += 1 + row.num_drafts;
     }
   }
 }
 
-void Scheduler::check_logprobs(const ScheduledBatch& batch, const int32_t* num_tokens, const StepLogprobs& logprobs) {
-  const auto refuse = [](const std::string& what) { throw std::invalid_argument("logprobs: " + what); };
+void Scheduler::check_logprobs(const ScheduledBatch& batch, const StepLogprobs& logprobs) {
   int64_t previous = -1;
   for (size_t i = 0; i < logprobs.num_rows; ++i) {
     const int64_t row = logprobs.rows[i];
-    if (row <= previous || row >= batch.num_sampled()) {
-      refuse("rows must ascend and be below " + std::to_string(batch.num_sampled()) + ", got " + std::to_string(row));
-    }
-    if (num_tokens[row] != 1) {
-      refuse("row " + std::to_string(row) + " has " + std::to_string(num_tokens[row]) + " tokens: must have one");
+    if (row <= previous || row >= batch.num_sampled_rows()) {
+      throw std::invalid_argument("logprobs: rows must ascend and be below " +
+                                  std::to_string(batch.num_sampled_rows()) + ", got " + std::to_string(row));
     }
     previous = row;
   }
 }
 
-void Scheduler::check_outputs(const ScheduledBatch& batch, const int32_t* token_ids, size_t num_rows, size_t width,
-                              const int32_t* num_tokens) const {
-  const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
-  if (num_rows != static_cast<size_t>(batch.num_sampled())) {
-    refuse("token_ids: the step samples " + std::to_string(batch.num_sampled()) + " rows, got " +
-           std::to_string(num_rows));
+void Scheduler::check_outputs(const ScheduledBatch& batch, const StepTokens& tokens) const {
+  if (tokens.num_rows != static_cast<size_t>(batch.num_sampled())) {
+    throw std::invalid_argument("token_ids: the step samples " + std::to_string(batch.num_sampled()) + " rows, got " +
+                                std::to_string(tokens.num_rows));
   }
   if (batch.is_empty()) return;
   check_is_next(batch);
-  // Every token must fit in the step that computes it.
-  if (width > static_cast<size_t>(config_.max_num_batched_tokens)) {
-    refuse("token_ids: " + std::to_string(width) + " tokens a row exceed max_num_batched_tokens");
-  }
-  size_t sampled_row = 0;
+  size_t index = 0;
   for (const ScheduledBatch::Row& row : batch.rows) {
     if (!row.samples) continue;
-    const int32_t num_new = num_tokens[sampled_row];
-    const std::string name = "row " + std::to_string(sampled_row) + ": ";
-    if (num_new < 0 || static_cast<size_t>(num_new) > width) {
-      refuse(name + "num_tokens must be 0 to " + std::to_string(width) + ", got " + std::to_string(num_new));
+    const SampledRow sampled = sampled_row(tokens, index);
+    const auto refuse = [index](const std::string& what) {
+      throw std::invalid_argument("row " + std::to_string(index) + ": " + what);
+    };
+    const auto max_num_tokens = std::min(tokens.width, size_t{1} + static_cast<size_t>(row.num_drafts));
+    if (sampled.num_tokens < 0 || static_cast<size_t>(sampled.num_tokens) > max_num_tokens) {
+      refuse("num_tokens must be 0 to " + std::to_string(max_num_tokens) + ", got " +
+             std::to_string(sampled.num_tokens));
     }
-    if (!row.sequence->is_finished() && !row.sequence->options.is_beam) {
-      if (num_new != 1 && row.sequence->num_inflight_steps > 1) {
-        refuse(name + "has " + std::to_string(num_new) + " tokens, but the step after it builds on exactly one");
-      }
-      for (int32_t i = 0; i < num_new; ++i) {
-        const int32_t token_id = token_ids[sampled_row * width + static_cast<size_t>(i)];
-        if (token_id < 0) refuse(name + "token id " + std::to_string(token_id) + " is negative");
+    ++index;
+    const Sequence& sequence = *row.sequence;
+    if (sequence.is_finished() || sequence.options.is_beam) continue;
+    if (sampled.num_tokens == 0 && sequence.num_inflight_steps > 1) {
+      refuse("has no token, but the step after it builds on one");
+    }
+    for (int32_t i = 0; i < sampled.num_tokens; ++i) {
+      const int32_t token_id = sampled.token_ids[i];
+      if (token_id < 0) refuse("token id " + std::to_string(token_id) + " is negative");
+      const bool is_last = i + 1 == sampled.num_tokens;
+      if (!is_last && (static_cast<size_t>(i) >= sequence.drafts.size() || sequence.drafts[i] != token_id)) {
+        refuse("token " + std::to_string(i) + " cannot be an accepted draft: it was not proposed");
       }
     }
-    ++sampled_row;
   }
 }
 
@@ -138,20 +152,77 @@ void Scheduler::take_front(ScheduledBatch& batch) {
   batch.state = BatchState::kProcessed;
 }
 
-void Scheduler::take_sampled(Sequence& sequence, const int32_t* token_ids, int32_t num_tokens, ScheduledBatch& batch) {
+Sequence& Scheduler::leave_step(ScheduledBatch::Row& row) {
+  Sequence& sequence = *std::exchange(row.sequence, nullptr);
+  --sequence.num_inflight_steps;
+  sequence.num_inflight_drafts -= row.num_drafts;
+  if (row.samples) --sequence.num_inflight_tokens;
+  return sequence;
+}
+
+Scheduler::SampledRow Scheduler::sampled_row(const StepTokens& tokens, size_t index) const {
+  const int32_t* drafts = tokens.drafts;
+  if (drafts != nullptr) drafts += index * static_cast<size_t>(config_.num_speculative_tokens);
+  return {tokens.token_ids + index * tokens.width, tokens.num_tokens[index], drafts};
+}
+
+void Scheduler::take_sampled(Sequence& sequence, const ScheduledBatch::Row& row, const SampledRow& sampled,
+                             ScheduledBatch& batch) {
   if (sequence.options.is_beam) {
     sequence.is_held = true;
     return;
   }
   // Before it has an output of its own: each of them samples its first token itself.
   fork_due_seqs(sequence);
+  // The device took the row for one that gave a token: what it holds of the sequence is wrong.
+  if (sampled.num_tokens == 0) sequence.is_slot_filled = false;
   Queue& queue = queue_of(sequence);
-  for (int32_t i = 0; i < num_tokens && !sequence.is_finished(); ++i) {
-    const int64_t output_index = sequence.num_outputs();
-    sequence.append_token(token_ids[i], max_seq_len_);
-    fill_output(batch.add_output(), sequence, output_index, token_ids[i]);
+  judge_drafts(sequence, row, sampled);
+  const int32_t num_accepted = append_sampled(sequence, sampled, batch);
+  if (num_accepted > 0 && sequence.num_preemptions == row.num_preemptions) {
+    sequence.num_computed_tokens += num_accepted;
+    blocks_.cache_computed(sequence.block_table, sequence.tokens, sequence.cache_salt,
+                           row.num_computed_tokens + num_accepted);
+  }
+  sequence.drafts.clear();
+  if (sampled.drafts != nullptr) {
+    sequence.drafts.assign(sampled.drafts, sampled.drafts + config_.num_speculative_tokens);
   }
   if (sequence.is_finished()) retire(sequence, queue);
+}
+
+void Scheduler::judge_drafts(Sequence& sequence, const ScheduledBatch::Row& row, const SampledRow& sampled) {
+  const std::vector<int32_t>& drafts = sequence.drafts;
+  const auto verified_end =
+      drafts.begin() + std::min<std::ptrdiff_t>(row.num_drafts, static_cast<std::ptrdiff_t>(drafts.size()));
+  const auto is_none = [](int32_t draft) { return draft < 0; };
+  const int64_t num_verified = std::find_if(drafts.begin(), verified_end, is_none) - drafts.begin();
+  sequence.num_draft_tokens += num_verified;
+  num_draft_tokens_ += num_verified;
+  // The token after those that were verified is there to be compared with too.
+  const auto num_tokens = static_cast<size_t>(sampled.num_tokens);
+  for (size_t i = 0; i < std::min(num_tokens, drafts.size()); ++i) {
+    const bool is_right = drafts[i] == sampled.token_ids[i];
+    sequence.acceptance_rate.take(is_right);
+    if (!is_right) break;
+  }
+}
+
+int32_t Scheduler::append_sampled(Sequence& sequence, const SampledRow& sampled, ScheduledBatch& batch) {
+  // All but the last are drafts that were accepted.
+  int32_t num_accepted = 0;
+  for (int32_t i = 0; i < sampled.num_tokens && !sequence.is_finished(); ++i) {
+    const int64_t output_index = sequence.num_outputs();
+    sequence.append_token(sampled.token_ids[i], max_seq_len_);
+    if (i + 1 < sampled.num_tokens) {
+      ++num_accepted;
+      ++sequence.num_accepted_draft_tokens;
+      ++num_accepted_by_position_[i];
+    }
+    fill_output(batch.add_output(), sequence, output_index, sampled.token_ids[i]);
+  }
+  num_accepted_draft_tokens_ += num_accepted;
+  return num_accepted;
 }
 
 void Scheduler::fork_due_seqs(Sequence& parent) {
@@ -200,9 +271,7 @@ void Scheduler::fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::v
   check_is_next(batch);
   take_front(batch);
   for (ScheduledBatch::Row& row : batch.rows) {
-    Sequence& sequence = *std::exchange(row.sequence, nullptr);
-    --sequence.num_inflight_steps;
-    if (row.samples) --sequence.num_inflight_tokens;
+    Sequence& sequence = leave_step(row);
     if (sequence.is_finished()) continue;
     end_sequence(sequence, SequenceStatus::kFinishedError);
     fill_output(batch.add_output(), sequence, sequence.num_outputs(), -1);
@@ -211,12 +280,17 @@ void Scheduler::fail_step(ScheduledBatch& batch, RequestOutputPool& pool, std::v
 }
 
 void Scheduler::check_invariants() const {
-  std::unordered_map<const Sequence*, std::pair<int32_t, int32_t>> in_flight;  // steps, tokens
+  struct InFlight {
+    int32_t num_steps = 0, num_tokens = 0, num_drafts = 0;
+  };
+  std::unordered_map<const Sequence*, InFlight> in_flight;
   expect(launched_.size() <= 2, "more than two steps are launched");
   for (const auto& batch : launched_) {
     for (const ScheduledBatch::Row& row : batch->rows) {
-      ++in_flight[row.sequence].first;
-      if (row.samples) ++in_flight[row.sequence].second;
+      InFlight& counts = in_flight[row.sequence];
+      ++counts.num_steps;
+      counts.num_drafts += row.num_drafts;
+      if (row.samples) ++counts.num_tokens;
     }
   }
   const auto expect_queue = [this](const Queue& queue, const char* name, SequenceStatus status, bool holds_blocks) {
@@ -236,16 +310,25 @@ void Scheduler::check_invariants() const {
   for (const Sequence* sequence : finished_) expect(sequence->is_finished(), "an unfinished sequence is set aside");
 
   std::vector<const BlockTable*> tables;
+  std::unordered_set<int32_t> slots(free_slots_.begin(), free_slots_.end());
+  expect(slots.size() == free_slots_.size(), "a slot is free twice");
   size_t num_live = 0;
   for (const auto& [seq_id, sequence] : sequences_) {
     const std::string who = "sequence " + std::to_string(seq_id);
     tables.push_back(&sequence->block_table);
     const auto num_held = static_cast<int64_t>(sequence->block_table.blocks.size()) * blocks_.block_size();
     expect(sequence->num_computed_tokens <= num_held, who + " has computed tokens without a block");
-    expect(in_flight[sequence.get()].first == sequence->num_inflight_steps, who + ": steps in flight do not add up");
-    expect(in_flight[sequence.get()].second == sequence->num_inflight_tokens, who + ": tokens in flight do not add up");
+    const InFlight counts = in_flight[sequence.get()];
+    expect(counts.num_steps == sequence->num_inflight_steps, who + ": steps in flight do not add up");
+    expect(counts.num_tokens == sequence->num_inflight_tokens, who + ": tokens in flight do not add up");
+    expect(counts.num_drafts == sequence->num_inflight_drafts, who + ": drafts in flight do not add up");
+    const bool owns_slot = !sequence->is_finished() && num_held > 0;
+    expect(owns_slot == (sequence->slot != kNoSlot), who + " has blocks without a slot, or a slot without blocks");
+    if (owns_slot) expect(slots.insert(sequence->slot).second, who + " shares its slot");
     if (sequence->is_finished()) continue;
     ++num_live;
+    expect(num_held == 0 || sequence->num_computed_tokens + sequence->num_inflight_drafts <= num_held,
+           who + " may write drafts without a block");
     expect(sequence->num_computed_tokens <= sequence->num_tokens_with_inflight(), who + " computed unknown tokens");
     expect(sequence->num_tokens() < max_seq_len_, who + " should have ended by length");
     expect(requests_.count(sequence->request_id) > 0, who + " belongs to no request");
@@ -257,6 +340,8 @@ void Scheduler::check_invariants() const {
   }
   expect(num_live == num_live_of_requests, "requests and sequences do not add up");
   expect(num_live == num_unfinished_seqs(), "queues and sequences do not add up");
+  expect(slots.size() == static_cast<size_t>(num_slots_) && num_slots_ <= config_.max_num_seqs,
+         "free and owned slots do not add up");
   blocks_.check_invariants(tables);
 }
 

@@ -84,6 +84,4 @@ void Sequence::append_token(int32_t token_id, int64_t max_seq_len) {
   }
 }
 
-int64_t Sequence::decode_begin() const { return std::min(num_computed_tokens, decode_end() - 1); }
-
 }  // namespace deepinfer

@@ -5,9 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "engine/acceptance_rate.hpp"
 #include "engine/block_manager.hpp"
 
 namespace deepinfer {
+
+constexpr int32_t kNoSlot = -1;
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kAbort, kError };
 
@@ -49,11 +52,14 @@ enum class SequenceStatus : uint8_t {
 //   0 ............ num_computed_tokens ...... n = tokens.size() ...... n + num_inflight_tokens
 //   K and V written by launched steps | known, to compute | sampled by a launched step, not yet seen
 //
-// 1. num_computed_tokens <= n + num_inflight_tokens, and its blocks hold at least that many tokens.
-// 2. num_inflight_tokens <= num_inflight_steps: a launched step samples at most one unseen token.
-// 3. It stays in memory, and unless preempted keeps its blocks, until num_inflight_steps is 0.
-// 4. Once finished it never changes status and gets no more tokens.
-// 5. While it is held no step computes it: its next token comes from outside.
+// 1. A launched step counts as one token, however many drafts it verifies, until it is processed and they are known:
+//    these counts are the least; the truth, which the device knows, is up to num_inflight_drafts more.
+// 2. num_computed_tokens <= n + num_inflight_tokens, and its blocks hold at least that many tokens and the drafts.
+// 3. num_inflight_tokens <= num_inflight_steps: a launched step samples one unseen token, or none.
+// 4. It stays in memory, and unless preempted keeps its blocks, until num_inflight_steps is 0.
+// 5. It owns a slot of the device's state exactly while it is not finished and holds blocks.
+// 6. Once finished it never changes status and gets no more tokens.
+// 7. While it is held no step computes it: its next token comes from outside.
 struct Sequence {
   int64_t seq_id = 0;
   int32_t sequence_index = 0;  // which of its request's sequences
@@ -70,12 +76,20 @@ struct Sequence {
   int64_t num_prompt_tokens = 0;
   int64_t num_computed_tokens = 0;
   int32_t num_inflight_tokens = 0;
-  int32_t num_inflight_steps = 0;  // launched steps it has a part in that were not processed
-  int32_t inflight_row = -1;       // its row among those that the last launched step sampled
+  int32_t num_inflight_steps = 0;   // launched steps it has a part in that were not processed
+  int32_t num_inflight_drafts = 0;  // that those steps verify
+  int32_t inflight_row = -1;        // its first row of logits in the last launched step that samples for it
+  int32_t slot = kNoSlot;           // of the device's state
+  bool is_slot_filled = false;      // by a launched step that samples for this sequence
   int32_t num_preemptions = 0;
   bool is_held = false;
   int64_t num_cached_tokens = -1;  // prompt tokens found in the prefix cache; -1 before its first admission
   BlockTable block_table;
+
+  std::vector<int32_t> drafts;  // what its last processed step proposed for the tokens after its own, -1 behind them
+  AcceptanceRate acceptance_rate;
+  int64_t num_draft_tokens = 0;           // proposed to the model, and
+  int64_t num_accepted_draft_tokens = 0;  // became outputs
 
   SequenceStatus status = SequenceStatus::kWaiting;
   int32_t stop_token_id = -1;
@@ -94,10 +108,10 @@ struct Sequence {
   // Appends one token and applies the stop conditions: end tokens first, then length.
   void append_token(int32_t token_id, int64_t max_seq_len);
 
-  // What the next decode step computes: [begin, end). Usually the last token alone. More when a step gave several; the
-  // last one again when a step gave none.
-  [[nodiscard]] int64_t decode_begin() const;
-  [[nodiscard]] int64_t decode_end() const { return num_tokens_with_inflight(); }
+  // The position of the token that the next decode step computes: at least this, at most that. When the step before
+  // gave none, it is computed again.
+  [[nodiscard]] int64_t decode_begin() const { return num_tokens_with_inflight() - 1; }
+  [[nodiscard]] int64_t max_decode_begin() const { return decode_begin() + num_inflight_drafts; }
 };
 
 }  // namespace deepinfer

@@ -41,7 +41,7 @@ from deepinfer_backend.worker.device import open_stream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
 from deepinfer_backend.worker.model_runner import ModelRunner
-from deepinfer_backend.worker.step_buffers import MAX_PROMPT_LOGITS, StepBuffers
+from deepinfer_backend.worker.step_buffers import MAX_EXTRA_LOGITS, StepBuffers
 from deepinfer_backend.worker.timers import StepTimers
 from deepinfer_backend.worker.worker import StepState, Worker
 
@@ -116,7 +116,7 @@ class LLMEngine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
-                max_num_prompt_logits=MAX_PROMPT_LOGITS,
+                max_num_extra_logits=MAX_EXTRA_LOGITS,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_consecutive_prefills=config.max_consecutive_prefills,
                 prefill_attempt_interval=config.prefill_attempt_interval,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from deepinfer_backend._core import SchedulerOutputs, StepArrays
 
 _ALIGNMENT_BYTES = 64
-MAX_PROMPT_LOGITS = 256
-"""Prompt tokens that one step gives logits for: as float32 of 256k tokens they take 256 MiB."""
+MAX_EXTRA_LOGITS = 256
+"""Rows of logits of one step beyond one a sequence, of prompt tokens or drafts: as float32 of 256k tokens 256 MiB."""
 MAX_BANNED_PER_SEQ = 128
 """End and stop tokens that `min_tokens` may hold back per sequence: 64 stop token ids and the model's own."""
 
@@ -25,20 +25,27 @@ class StepTensors:
     """Device views of a step's arrays, shapes as in `_core.StepArrays`, and of its sampled tokens, [S] int64."""
 
     token_ids: torch.Tensor
+    token_sources: torch.Tensor
     inflight_rows: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    advance_slots: torch.Tensor
     block_tables: torch.Tensor
     logits_indices: torch.Tensor
+    sample_start_loc: torch.Tensor
+    sample_slots: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    seeds: torch.Tensor
+    output_indices: torch.Tensor
     uniforms: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
+    banned_until: torch.Tensor
     sampled_token_ids: torch.Tensor
 
 
@@ -52,24 +59,31 @@ class StepBuffers:
     def __init__(
         self, *, max_num_tokens: int, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device
     ) -> None:
-        tokens, seqs = (max_num_tokens,), (max_num_seqs,)
+        tokens, seqs, logits = (max_num_tokens,), (max_num_seqs,), (max_num_seqs + MAX_EXTRA_LOGITS,)
         banned = (max_num_seqs * MAX_BANNED_PER_SEQ,)
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, tokens),
+            "token_sources": (torch.int32, tokens),
             "inflight_rows": (torch.int32, tokens),
             "positions": (torch.int64, tokens),
             "slot_mapping": (torch.int64, tokens),
             "query_start_loc": (torch.int32, (max_num_seqs + 1,)),
             "seq_lens": (torch.int32, seqs),
+            "advance_slots": (torch.int32, seqs),
             "block_tables": (torch.int32, (max_num_seqs, max_blocks_per_seq)),
-            "logits_indices": (torch.int64, (max_num_seqs + MAX_PROMPT_LOGITS,)),
-            "temperature": (torch.float32, seqs),
-            "top_k": (torch.int32, seqs),
-            "top_p": (torch.float32, seqs),
-            "min_p": (torch.float32, seqs),
-            "uniforms": (torch.float64, seqs),
+            "logits_indices": (torch.int64, logits),
+            "sample_start_loc": (torch.int32, (max_num_seqs + 1,)),
+            "sample_slots": (torch.int32, seqs),
+            "temperature": (torch.float32, logits),
+            "top_k": (torch.int32, logits),
+            "top_p": (torch.float32, logits),
+            "min_p": (torch.float32, logits),
+            "seeds": (torch.int64, seqs),
+            "output_indices": (torch.int64, seqs),
+            "uniforms": (torch.float64, logits),
             "banned_rows": (torch.int64, banned),
             "banned_token_ids": (torch.int64, banned),
+            "banned_until": (torch.int64, banned),
         }
         sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, (dtype, shape) in layout.items()}
         padded = {name: -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for name, size in sizes.items()}
@@ -116,19 +130,26 @@ class StepBuffers:
         whole = self._whole
         return StepTensors(
             token_ids=whole.token_ids[:num_tokens],
+            token_sources=whole.token_sources[:num_tokens],
             inflight_rows=whole.inflight_rows[:num_tokens],
             positions=whole.positions[:num_tokens],
             slot_mapping=whole.slot_mapping[:num_tokens],
             query_start_loc=whole.query_start_loc[: num_seqs + 1],
             seq_lens=whole.seq_lens[:num_seqs],
+            advance_slots=whole.advance_slots[:num_seqs],
             block_tables=whole.block_tables[:num_seqs, :max_num_blocks],
             logits_indices=whole.logits_indices[:num_logits],
+            sample_start_loc=whole.sample_start_loc[: num_sampled + 1],
+            sample_slots=whole.sample_slots[:num_sampled],
             temperature=whole.temperature[:num_sampled],
             top_k=whole.top_k[:num_sampled],
             top_p=whole.top_p[:num_sampled],
             min_p=whole.min_p[:num_sampled],
+            seeds=whole.seeds[:num_sampled],
+            output_indices=whole.output_indices[:num_sampled],
             uniforms=whole.uniforms[:num_sampled],
             banned_rows=whole.banned_rows[:num_banned],
             banned_token_ids=whole.banned_token_ids[:num_banned],
+            banned_until=whole.banned_until[:num_banned],
             sampled_token_ids=whole.sampled_token_ids[:num_sampled],
         )

@@ -1,7 +1,12 @@
-"""A device without a model: it remembers for every KV slot which history was written there, and checks every read."""
+"""A device without a model: it remembers for every KV slot which history was written there, and checks every read.
+
+What it does with drafts is what a device does: the last token and the drafts of a sequence, and how many it accepted,
+are in a state of its own, by slot, and known to it before the host knows.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend._core import SchedulerOutputs, SequenceMetadataList, StepArrays, StepLogprobs
-from tests.core.fake_model import Histories, Line, next_token
+from tests.core.fake_model import NO_TOKEN, Histories, Line, draft_tokens, next_token
 
 TopLogprobs = list[tuple[int, float]]
 
 POISON = -1  # what a failed step leaves in its slots
+
+
+@dataclass
+class Sampled:
+    """What one sequence got of a step, true whatever the host knew then."""
+
+    seq_id: int
+    output_index: int  # of its first token
+    verified: list[int]  # the drafts that the step computed; NO_TOKEN where none was proposed
+    tokens: list[int]  # those of them that were accepted, and one more
+    proposed: list[int]  # drafts for what comes next
 
 
 @dataclass
@@ -22,32 +38,41 @@ class Launched:
 
     batch: SchedulerOutputs
     seq_ids: list[int]
-    sampled_seq_ids: list[int]
-    output_indices: list[int]  # [num_sampled] which output of its sequence each is
-    tokens: list[int]  # [num_sampled]
+    sampled: list[Sampled]
     fails: bool
+
+    def num_drafts(self, seq_id: int) -> int:
+        return sum(len(sampled.verified) for sampled in self.sampled if sampled.seq_id == seq_id)
 
 
 def make_arrays(
-    max_tokens: int, max_seqs: int, max_blocks: int, max_banned: int = 64, max_prompt_logits: int = 1
+    max_tokens: int, max_seqs: int, max_blocks: int, max_banned: int = 64, max_extra_logits: int = 1
 ) -> dict[str, NDArray[Any]]:
     garbage = -77
+    max_logits = max_seqs + max_extra_logits
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "token_ids": (np.int64, (max_tokens,)),
+        "token_sources": (np.int32, (max_tokens,)),
         "inflight_rows": (np.int32, (max_tokens,)),
         "positions": (np.int64, (max_tokens,)),
         "slot_mapping": (np.int64, (max_tokens,)),
         "query_start_loc": (np.int32, (max_seqs + 1,)),
         "seq_lens": (np.int32, (max_seqs,)),
+        "advance_slots": (np.int32, (max_seqs,)),
         "block_tables": (np.int32, (max_seqs, max_blocks)),
-        "logits_indices": (np.int64, (max_seqs + max_prompt_logits,)),
-        "temperature": (np.float32, (max_seqs,)),
-        "top_k": (np.int32, (max_seqs,)),
-        "top_p": (np.float32, (max_seqs,)),
-        "min_p": (np.float32, (max_seqs,)),
-        "uniforms": (np.float64, (max_seqs,)),
+        "logits_indices": (np.int64, (max_logits,)),
+        "sample_start_loc": (np.int32, (max_seqs + 1,)),
+        "sample_slots": (np.int32, (max_seqs,)),
+        "temperature": (np.float32, (max_logits,)),
+        "top_k": (np.int32, (max_logits,)),
+        "top_p": (np.float32, (max_logits,)),
+        "min_p": (np.float32, (max_logits,)),
+        "seeds": (np.int64, (max_seqs,)),
+        "output_indices": (np.int64, (max_seqs,)),
+        "uniforms": (np.float64, (max_logits,)),
         "banned_rows": (np.int64, (max_banned,)),
         "banned_token_ids": (np.int64, (max_banned,)),
+        "banned_until": (np.int64, (max_banned,)),
     }
     return {name: np.full(shape, garbage, dtype=dtype) for name, (dtype, shape) in shapes.items()}
 
@@ -66,19 +91,24 @@ class FakeDevice:
     """Owns the KV slots and the step arrays, and checks everything that a launched step says.
 
     What a launched row reads through its block table is the KV of its own history. Rows, tokens and prompt logits stay
-    within the limits. Nothing that is not in the sequence's own past or the step in flight is an input.
+    within the limits. Nothing that is not in the sequence's own past or the step in flight is an input. However many
+    drafts the step in flight accepted, what a row writes is in its own block table, and within the longest sequence.
     """
 
     def __init__(self, limits: dict[str, Any], max_seq_len: int) -> None:
         self._limits = limits
+        self._max_seq_len = max_seq_len
         self._block_size = int(limits["block_size"])
+        self._width = 1 + int(limits["num_speculative_tokens"])
         self._histories = Histories()
         self._slots: dict[int, int] = {}
-        self._uniforms: dict[tuple[int, int], float] = {}  # by seed and output index
-        self._seeds_of: dict[float, tuple[int, int]] = {}
+        self._num_owners: Counter[int] = Counter()  # of each block in the tables of a step
+        self._next_tokens = np.full((limits["max_num_seqs"], self._width), 77, np.int32)
+        self._num_accepted = np.full(limits["max_num_seqs"], 77, np.int32)
+        self._texts: dict[int, list[int]] = {}  # by slot, for a drafter that looks up what was there before
         max_blocks = -(-max_seq_len // self._block_size)
         sizes = (limits["max_num_batched_tokens"], limits["max_num_seqs"], max_blocks)
-        self._arrays = make_arrays(*sizes, max_prompt_logits=limits["max_num_prompt_logits"])
+        self._arrays = make_arrays(*sizes, max_extra_logits=limits["max_num_extra_logits"])
         self._step_arrays = StepArrays(**self._arrays)
 
     def launch(
@@ -97,30 +127,41 @@ class FakeDevice:
         rows = [lines[seq_id] for seq_id in seq_ids]
         for line in rows:
             line.is_poisoned = line.is_poisoned or fails
-        for index, line in enumerate(rows):
-            self._write_row(index, line, previous)
+        sampled_seq_ids = [row.seq_id for row in metadata if row.samples]
+        num_drafts = dict.fromkeys(seq_ids, 0)
+        num_rows = np.diff(self._arrays["sample_start_loc"][: batch.num_sampled + 1])
+        num_drafts.update(zip(sampled_seq_ids, (num_rows - 1).tolist(), strict=True))
+        in_flight = [0 if previous is None else previous.num_drafts(seq_id) for seq_id in seq_ids]
+        seq_lens = self._arrays["seq_lens"][: batch.num_seqs]
+        assert batch.max_seq_len == (seq_lens + in_flight).max()
+        self._num_owners = Counter(self._arrays["block_tables"][: batch.num_seqs, : batch.max_num_blocks].flat)
+        verified = {}
+        for index, (seq_id, line) in enumerate(zip(seq_ids, rows, strict=True)):
+            assert (self._arrays["advance_slots"][index] >= 0) == (in_flight[index] > 0)
+            verified[seq_id] = self._write_row(index, line, num_drafts[seq_id], previous)
         for index, (row, line) in enumerate(zip(metadata, rows, strict=True)):
+            text = line.history + [max(0, draft) for draft in verified[row.seq_id]]
             assert (row.request_id, row.is_prefill) == (line.request_id, batch.is_prefill)
-            assert row.samples == (row.seqlen_k == len(line.history))
-            assert row.output_index == line.num_outputs
+            assert row.samples == (row.seqlen_k + self._advance(index) == len(text))
+            assert row.output_index + self._advance(index) == line.num_outputs
+            assert not verified[row.seq_id] or not (line.is_beam or batch.is_prefill)
             if line.is_beam:
                 assert not line.is_held
                 assert previous is None or row.seq_id not in previous.seq_ids
-            self._check_reads(index, line)
-        sampled_seq_ids = [row.seq_id for row in metadata if row.samples]
+            self._check_reads(index, line, text)
         self._check_prompt_logits(batch, seq_ids, rows)
         self._check_columns(batch, rows, sampled_seq_ids, lines)
-        output_indices = [lines[seq_id].num_outputs for seq_id in sampled_seq_ids]
-        tokens = self._sample(batch, [lines[seq_id] for seq_id in sampled_seq_ids])
-        return Launched(batch, seq_ids, sampled_seq_ids, output_indices, tokens, fails)
+        self._take_new_slots(batch)
+        sampled = self._sample(batch, [(seq_id, lines[seq_id], verified[seq_id]) for seq_id in sampled_seq_ids])
+        return Launched(batch, seq_ids, sampled, fails)
 
     def _check_limits(self, batch: SchedulerOutputs) -> None:
         assert 0 < batch.num_seqs <= self._limits["max_num_seqs"]
         assert batch.num_seqs <= batch.num_tokens <= self._limits["max_num_batched_tokens"]
-        assert 0 <= batch.num_prompt_logits <= self._limits["max_num_prompt_logits"]
+        num_extra_logits = batch.num_sampled_rows - batch.num_sampled + batch.num_prompt_logits
+        assert 0 <= num_extra_logits <= self._limits["max_num_extra_logits"]
         assert self._arrays["query_start_loc"][0] == 0
         assert self._arrays["query_start_loc"][batch.num_seqs] == batch.num_tokens
-        assert batch.max_seq_len == self._arrays["seq_lens"][: batch.num_seqs].max()
         lengths = np.diff(self._arrays["query_start_loc"][: batch.num_seqs + 1])
         assert batch.max_query_len == lengths.max()
         assert lengths.min() > 0
@@ -140,28 +181,43 @@ class FakeDevice:
         assert 1 <= block <= self._limits["num_blocks"]
         return self._slot(block, position % self._block_size)
 
-    def _write_row(self, index: int, line: Line, previous: Launched | None) -> None:
-        begin, end = self._arrays["query_start_loc"][index : index + 2]
-        seq_len = int(self._arrays["seq_lens"][index])
-        contents = self._histories.of(line.salt, line.history[:seq_len])
-        for token_index in range(begin, end):
-            position = int(self._arrays["positions"][token_index])
-            assert position == seq_len - (end - token_index)
-            token, row = self._arrays["token_ids"][token_index], self._arrays["inflight_rows"][token_index]
-            if row >= 0:
-                assert previous is not None, "an input from a step that is not in flight"
-                token = previous.tokens[row]
-            assert token == line.history[position]
-            assert self._arrays["slot_mapping"][token_index] == self._own_slot(index, position)
-            slot = int(self._arrays["slot_mapping"][token_index])
-            self._slots[slot] = POISON if line.is_poisoned else contents[position]
+    def _advance(self, index: int) -> int:
+        slot = int(self._arrays["advance_slots"][index])
+        return int(self._num_accepted[slot]) if slot >= 0 else 0
 
-    def _check_reads(self, index: int, line: Line) -> None:
-        seq_len = int(self._arrays["seq_lens"][index])
+    def _write_row(self, index: int, line: Line, num_drafts: int, previous: Launched | None) -> list[int]:
+        """Returns its drafts."""
+        begin, end = (int(at) for at in self._arrays["query_start_loc"][index : index + 2])
+        token_ids, sources = self._arrays["token_ids"], self._arrays["token_sources"]
+        advance = self._advance(index)
+        seq_len = int(self._arrays["seq_lens"][index]) + advance
+        assert seq_len <= self._max_seq_len
+        drafts = [int(self._next_tokens.flat[source]) for source in sources[end - num_drafts : end]]
+        text = line.history[: seq_len - num_drafts] + [max(0, draft) for draft in drafts]
+        contents = self._histories.of(line.salt, text)
+        for token_index in range(begin, end):
+            position = int(self._arrays["positions"][token_index]) + advance
+            assert position == seq_len - (end - token_index)
+            token, source = int(token_ids[token_index]), int(sources[token_index])
+            if source >= 0:
+                assert source % self._width > 0 or previous is not None, "an input from a step that is not in flight"
+                if self._width == 1 and previous is not None:
+                    in_flight = previous.sampled[self._arrays["inflight_rows"][token_index]]
+                    assert in_flight.tokens == [self._next_tokens.flat[source]]
+                token = max(0, int(self._next_tokens.flat[source]))
+            assert token == text[position]
+            slot = self._own_slot(index, position)
+            assert self._num_owners[slot // self._block_size] == 1, "writes into a block that another one reads"
+            assert advance > 0 or self._arrays["slot_mapping"][token_index] == slot
+            self._slots[slot] = POISON if line.is_poisoned else contents[position]
+        return drafts
+
+    def _check_reads(self, index: int, line: Line, text: list[int]) -> None:
+        seq_len = int(self._arrays["seq_lens"][index]) + self._advance(index)
         if line.is_poisoned:
             return
         read = [self._slots.get(self._own_slot(index, position)) for position in range(seq_len)]
-        assert read == self._histories.of(line.salt, line.history[:seq_len])
+        assert read == self._histories.of(line.salt, text[:seq_len])
 
     def _check_prompt_logits(self, batch: SchedulerOutputs, seq_ids: list[int], lines: list[Line]) -> None:
         """Each token of the prompt but the last, of those who want them and have no output yet, and no other."""
@@ -177,7 +233,7 @@ class FakeDevice:
                 line.prompt_positions |= {int(self._arrays["positions"][i]) for i in wanted}
         assert batch.prompt_logits.tolist() == spans
         assert batch.num_prompt_logits == len(indices)
-        written = self._arrays["logits_indices"][batch.num_sampled :][: batch.num_prompt_logits]
+        written = self._arrays["logits_indices"][batch.num_sampled_rows :][: batch.num_prompt_logits]
         assert written.tolist() == indices
 
     def _check_columns(
@@ -188,24 +244,60 @@ class FakeDevice:
         tracked = [(row, seq_id) for row, seq_id in enumerate(sampled_seq_ids) if lines[seq_id].is_tracked]
         assert list(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True)) == tracked
 
-    def _sample(self, batch: SchedulerOutputs, lines: list[Line]) -> list[int]:
-        arrays, num_sampled = self._arrays, batch.num_sampled
-        assert num_sampled == len(lines)
-        banned = set()
-        for row, line in enumerate(lines):
-            uniform = float(arrays["uniforms"][row])
-            assert 0 <= uniform < 1
-            key = (line.seed, line.num_outputs)
-            assert self._uniforms.setdefault(key, uniform) == uniform
-            assert self._seeds_of.setdefault(uniform, key) == key
-            if line.num_outputs < line.min_tokens:
-                banned |= {(row, token) for token in line.end_tokens()}
-        pairs = zip(arrays["banned_rows"][: batch.num_banned], arrays["banned_token_ids"], strict=False)
-        assert {(int(row), int(token)) for row, token in pairs} == banned
-        lasts = arrays["logits_indices"][:num_sampled]
-        assert list(arrays["positions"][lasts]) == [len(line.history) - 1 for line in lines]
-        tokens = [next_token(line.history, line.seed) for line in lines]
-        for line, token in zip(lines, tokens, strict=True):
+    def _take_new_slots(self, batch: SchedulerOutputs) -> None:
+        assert self._width > 1 or batch.new_slots == []
+        self._texts.update((slot, tokens.tolist()) for slot, tokens in batch.new_slots)
+
+    def _sample(self, batch: SchedulerOutputs, rows: list[tuple[int, Line, list[int]]]) -> list[Sampled]:
+        arrays = self._arrays
+        assert batch.num_sampled == len(rows)
+        assert arrays["sample_start_loc"][0] == 0
+        assert arrays["sample_start_loc"][batch.num_sampled] == batch.num_sampled_rows
+        slots = arrays["sample_slots"][: batch.num_sampled].tolist()
+        assert len(set(slots)) == len(slots)
+        # Whatever is sampled is a decode row where anything advances: so its place among all rows is the same.
+        advances = [0 if batch.is_prefill else self._advance(index) for index in range(batch.num_sampled)]
+        self._check_banned(batch, [line for _, line, _ in rows])
+        sampled = []
+        for index, ((seq_id, line, drafts), slot, advance) in enumerate(zip(rows, slots, advances, strict=True)):
+            assert int(arrays["seeds"][index]) % 2**64 == line.seed
+            assert arrays["output_indices"][index] + advance == line.num_outputs
+            start, end = arrays["sample_start_loc"][index : index + 2]
+            positions = arrays["positions"][arrays["logits_indices"][start:end]] + advance
+            assert positions.tolist() == list(range(len(line.history) - 1, len(line.history) + len(drafts)))
+            output_index, tokens = line.num_outputs, self._verify(line, drafts)
+            proposed = draft_tokens(line.history + tokens, line, self._width - 1)
             if not line.is_beam:
-                line.history.append(token)
+                assert self._width == 1 or self._texts[slot] == line.history
+                line.history += tokens
+                self._texts[slot] = list(line.history)
+            self._next_tokens[slot] = [tokens[-1], *proposed]
+            self._num_accepted[slot] = len(tokens) - 1
+            sampled.append(Sampled(seq_id, output_index, drafts, tokens, proposed))
+        return sampled
+
+    @staticmethod
+    def _verify(line: Line, drafts: list[int]) -> list[int]:
+        """The model's own tokens, up to and including the first that is not the draft in its place."""
+        tokens: list[int] = []
+        for draft in [*drafts, NO_TOKEN]:
+            tokens.append(next_token(line.history + tokens, line.seed))
+            if tokens[-1] != draft:
+                break
         return tokens
+
+    def _check_banned(self, batch: SchedulerOutputs, lines: list[Line]) -> None:
+        """A row is told of what the device must not sample there; whether it still applies the device knows."""
+        arrays = self._arrays
+        expected, output_index_of = set(), {}
+        for index, line in enumerate(lines):
+            start, end = (int(at) for at in arrays["sample_start_loc"][index : index + 2])
+            for row in range(start, end):
+                output_index_of[row] = line.num_outputs + row - start
+                if output_index_of[row] < line.min_tokens:
+                    expected |= {(row, token) for token in line.end_tokens()}
+        columns = (
+            arrays[name][: batch.num_banned].tolist() for name in ("banned_rows", "banned_token_ids", "banned_until")
+        )
+        banned = {(row, token) for row, token, until in zip(*columns, strict=True) if output_index_of[row] < until}
+        assert banned == expected

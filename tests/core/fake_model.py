@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepinfer_backend._core import RequestOutput, SamplingOptions
 
 VOCAB_SIZE = 8
+NO_TOKEN = -1
 EOS = 0
 STOP = 1
 
@@ -41,6 +44,23 @@ def _state(tokens: list[int], seed: int) -> int:
 def next_token(tokens: list[int], seed: int) -> int:
     """The fake model: depends on the whole history, ends in EOS about once in eight tokens."""
     return _state(tokens, seed) % VOCAB_SIZE
+
+
+def draft_tokens(tokens: list[int], line: Line, num_drafts: int) -> list[int]:
+    """What a drafter proposes after `tokens`: `line.draft_quality` of four tokens are right, given those before them.
+
+    Without a quality, the drafts end before the first that would be wrong.
+    """
+    drafts: list[int] = []
+    for _ in range(num_drafts):
+        token = next_token(tokens + drafts, line.seed)
+        is_right = _state(tokens + drafts, line.seed + 1) % 4 < (
+            2 if line.draft_quality is None else line.draft_quality
+        )
+        if not is_right and line.draft_quality is None:
+            break
+        drafts.append(token if is_right else (token + 1) % VOCAB_SIZE)
+    return drafts + [NO_TOKEN] * (num_drafts - len(drafts))
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,7 @@ class Line:
     is_tracked: bool = False
     is_beam: bool = False
     lora_id: int = 0
+    draft_quality: int | None = 2
     sequence_index: int = 0
     num_forks_due: int = 0  # children that come into being when the prompt is computed
     first_output: int = 0  # output index of the first token that comes out: not 0 for a fork on the way
@@ -85,6 +106,11 @@ class Line:
     outputs: list[RequestOutput] = field(default_factory=list)
     output_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by output index, if a step told them
     prompt_positions: set[int] = field(default_factory=set)  # those that a step gave logits for
+    has_drafts: bool = False  # on the device, in the slot that it has now
+    acceptance_rate: float = 0.5
+    proposed: list[int] = field(default_factory=list)  # drafts for what comes next, as the host knows them
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     is_held: bool = False  # a beam that waits for its next token
     is_poisoned: bool = False  # a step of it failed
     ended: str = ""  # the finish reason that came out; "abort"; "silent" if a token from outside ended it
@@ -120,6 +146,9 @@ class Line:
                 "outputs": [],
                 "output_logprobs": {},
                 "prompt_positions": set(),
+                "has_drafts": False,
+                "num_draft_tokens": 0,
+                "num_accepted_draft_tokens": 0,
             }
         )
 
@@ -127,6 +156,20 @@ class Line:
     def num_outputs(self) -> int:
         """Those that the device sampled, or that came from outside."""
         return len(self.history) - len(self.prompt)
+
+    def num_drafts(self, threshold: float, max_num_drafts: int) -> int:
+        """How many are worth verifying."""
+        if threshold == 0:
+            return max_num_drafts
+        probabilities = itertools.accumulate([self.acceptance_rate] * max_num_drafts, operator.mul)
+        return sum(probability > threshold for probability in probabilities)
+
+    def compare(self, tokens: list[int], weight: float = 0.125) -> None:
+        """Learns from what was proposed for `tokens`: as long as it was right, and the first that was not."""
+        for draft, token in zip(self.proposed, tokens, strict=False):
+            self.acceptance_rate += weight * ((draft == token) - self.acceptance_rate)
+            if draft != token:
+                break
 
     def end_tokens(self) -> set[int]:
         return set(self.stop_token_ids) | (set() if self.ignore_eos else {EOS})

@@ -22,14 +22,14 @@ from deepinfer_backend._core import (
     SequenceMetadataPool,
     StepLogprobs,
 )
-from tests.core.fake_device import FakeDevice, Launched, make_logprobs
-from tests.core.fake_model import Line, TokenLogprobs, logprobs_of, next_token
+from tests.core.fake_device import FakeDevice, Launched, Sampled, make_logprobs
+from tests.core.fake_model import NO_TOKEN, Line, TokenLogprobs, logprobs_of, next_token
 
-Counts = Callable[[int], int]  # sequence id → number of tokens that a step gives it
+Choice = Callable[[int], bool]  # by sequence id
 
 
-def one_token(seq_id: int) -> int:
-    return 1
+def nobody(seq_id: int) -> bool:
+    return False
 
 
 class SchedulerDriver:
@@ -38,6 +38,8 @@ class SchedulerDriver:
     1. After every step the scheduler's own recount adds up.
     2. What comes out for a sequence is what the plain model says, in order, and nothing after its end.
     3. Sequences come into being and are freed exactly when the scheduler says so.
+    4. A row has as many drafts as its sequence's past, the threshold and the limits say, and what becomes of them is
+       counted.
     """
 
     def __init__(self, *, zero_overhead_scheduling: bool = True, **limits: Any) -> None:
@@ -47,7 +49,8 @@ class SchedulerDriver:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "max_model_len": 64,
-            "max_num_prompt_logits": 4,
+            "max_num_extra_logits": 4,
+            "num_speculative_tokens": 0,
         }
         self.limits = {**defaults, **limits}
         self.zero_overhead_scheduling = zero_overhead_scheduling
@@ -58,6 +61,7 @@ class SchedulerDriver:
         self.inflight: Launched | None = None
         self.max_seq_len = min(self.limits["max_model_len"], self.limits["num_blocks"] * self.limits["block_size"])
         self.freed_seq_ids: set[int] = set()
+        self.num_accepted_by_position = [0] * self.limits["num_speculative_tokens"]
         self._device = FakeDevice(self.limits, self.max_seq_len)
 
     # ---- requests ----
@@ -122,42 +126,48 @@ class SchedulerDriver:
 
     # ---- the step, as LLMEngine and Worker do it ----
 
-    def step(self, *, fails: bool = False, num_tokens_of: Counts = one_token) -> SchedulerOutputs:
-        metadata, batch = self.scheduler.schedule(self.metadata_pool)
+    def step(
+        self, *, fails: bool = False, without_token: Choice = nobody, draft_threshold: float = 0.0
+    ) -> SchedulerOutputs:
+        """without_token: who gets no token of the step that is processed, if no other builds on it."""
+        metadata, batch = self.scheduler.schedule(self.metadata_pool, draft_threshold=draft_threshold)
         self._take_freed()
         launched = None
         if not batch.is_empty():
+            num_outputs = {row.seq_id: row.output_index for row in metadata}
             launched = self._device.launch(batch, metadata, self.lines, self.inflight, fails)
+            self._check_num_drafts(launched, num_outputs, draft_threshold)
         self.scheduler.check_invariants()
-        self.flush(num_tokens_of, later=launched)
+        self.flush(without_token, later=launched)
         if launched is not None:
             self.inflight = launched
         self._free_finished()
         if launched is not None and (batch.is_prefill or not self.zero_overhead_scheduling):
-            self.flush(num_tokens_of)
+            self.flush(without_token)
         self.scheduler.check_invariants()
         return batch
 
-    def flush(self, num_tokens_of: Counts = one_token, later: Launched | None = None) -> list[RequestOutput]:
+    def flush(self, without_token: Choice = nobody, later: Launched | None = None) -> list[RequestOutput]:
         launched, self.inflight = self.inflight, None
         if launched is None:
             return []
         if launched.fails:
             handles = self.scheduler.fail_step(launched.batch, self.output_pool)
         else:
-            live = [seq_id for seq_id in launched.sampled_seq_ids if not self.lines[seq_id].ended]
-            token_ids, num_tokens = self._sampled(launched, num_tokens_of, later)
-            logprobs = self._logprobs(launched, num_tokens)
-            self.scheduler.process_outputs(launched.batch, token_ids, num_tokens, logprobs=logprobs)
-            self._expect_forks(live)
-            for seq_id in live:
-                self.lines[seq_id].is_held = self.lines[seq_id].is_beam
+            live = [sampled for sampled in launched.sampled if not self.lines[sampled.seq_id].ended]
+            token_ids, num_tokens, drafts = self._sampled(launched, without_token, later)
+            logprobs = self._logprobs(launched)
+            self.scheduler.process_outputs(launched.batch, token_ids, num_tokens, drafts=drafts, logprobs=logprobs)
+            self._expect_forks([sampled.seq_id for sampled in live])
+            for sampled in live:
+                self._learn(sampled)
             self.scheduler.check_invariants()
             handles = self.scheduler.build_request_outputs(launched.batch, self.output_pool)
         outputs = self.output_pool.clone(handles)
         self.output_pool.release(handles)
         for output in outputs:
             self._receive(output, launched)
+        self._check_counts()
         return outputs
 
     def drain(self, max_steps: int = 10_000) -> None:
@@ -178,6 +188,45 @@ class SchedulerDriver:
         assert (self.metadata_pool.num_in_use, self.output_pool.num_in_use) == (0, 0)
         assert self.live_seq_ids() == []
         assert self.freed_seq_ids == {seq_id for seq_id, line in self.lines.items() if line.is_tracked}
+
+    # ---- drafts ----
+
+    def _check_num_drafts(self, launched: Launched, num_outputs: dict[int, int], threshold: float) -> None:
+        """As many as the past and the limits say; fewer only where the step or the blocks are full."""
+        width, batch = self.limits["num_speculative_tokens"], launched.batch
+        num_drafts = sum(len(sampled.verified) for sampled in launched.sampled)
+        budget = min(self.limits["max_num_batched_tokens"] - batch.num_seqs, self.limits["max_num_extra_logits"])
+        assert batch.is_prefill or num_drafts <= budget
+        is_short = num_drafts == budget or self.scheduler.num_free_blocks <= width
+        for sampled in launched.sampled:
+            line, seq_id = self.lines[sampled.seq_id], sampled.seq_id
+            if batch.is_prefill or line.is_beam or not line.has_drafts:
+                expected = 0
+            else:
+                in_flight = 0 if self.inflight is None else self.inflight.num_drafts(seq_id)
+                begin = len(line.prompt) + num_outputs[seq_id] - 1 + in_flight  # at the most, of its last token
+                room = min(line.max_tokens - num_outputs[seq_id] - 1, self.max_seq_len - begin - 2)
+                expected = max(0, min(line.num_drafts(threshold, width), room))
+            assert len(sampled.verified) <= expected
+            assert is_short or len(sampled.verified) == expected
+            line.has_drafts = True
+
+    def _learn(self, sampled: Sampled) -> None:
+        line = self.lines[sampled.seq_id]
+        line.is_held = line.is_beam
+        if line.is_beam:
+            return
+        assert sampled.verified == line.proposed[: len(sampled.verified)]
+        is_proposed = [draft != NO_TOKEN for draft in sampled.verified]
+        line.num_draft_tokens += sum(is_proposed)
+        line.compare(sampled.tokens)
+        line.proposed = sampled.proposed
+
+    def _check_counts(self) -> None:
+        scheduler, lines = self.scheduler, self.lines.values()
+        assert scheduler.num_draft_tokens == sum(line.num_draft_tokens for line in lines)
+        assert scheduler.num_accepted_draft_tokens == sum(line.num_accepted_draft_tokens for line in lines)
+        assert scheduler.num_accepted_by_position.tolist() == self.num_accepted_by_position
 
     def output_tokens(self, seq_id: int) -> list[int]:
         return [output.token_id for output in self.lines[seq_id].outputs]
@@ -216,40 +265,39 @@ class SchedulerDriver:
     # ---- what comes back ----
 
     def _sampled(
-        self, launched: Launched, num_tokens_of: Counts, later: Launched | None
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The step's tokens, with more or fewer than one where no later step builds on exactly one."""
-        token_ids = np.full((len(launched.tokens), 2), -1, dtype=np.int32)
-        num_tokens = np.ones(len(launched.tokens), dtype=np.int32)
-        for row, (seq_id, token) in enumerate(zip(launched.sampled_seq_ids, launched.tokens, strict=True)):
-            line = self.lines[seq_id]
-            built_on = later is not None and seq_id in later.seq_ids
-            if not line.is_beam:
-                token_ids[row, 0] = token
-            if line.ended or built_on:
-                continue
-            num_tokens[row] = num_tokens_of(seq_id)
-            if line.is_beam:
-                continue
-            if num_tokens[row] == 0:
-                line.history.pop()
-            elif num_tokens[row] == 2:
-                token_ids[row, 1] = next_token(line.history, line.seed)
-                line.history.append(int(token_ids[row, 1]))
-        return token_ids, num_tokens
+        self, launched: Launched, without_token: Choice, later: Launched | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """The step's tokens, their numbers and what was proposed; none where no later step builds on one."""
+        shape = len(launched.sampled), 1 + self.limits["num_speculative_tokens"]
+        token_ids = np.full(shape, -1, dtype=np.int32)
+        num_tokens = np.ones(shape[0], dtype=np.int32)
+        drafts = np.full((shape[0], shape[1] - 1), NO_TOKEN, dtype=np.int32)
+        for row, sampled in enumerate(launched.sampled):
+            line = self.lines[sampled.seq_id]
+            is_built_on = later is not None and sampled.seq_id in later.seq_ids
+            if not (line.ended or is_built_on or line.is_beam) and without_token(sampled.seq_id):
+                del line.history[len(line.history) - len(sampled.tokens) :]
+                sampled.tokens = []
+                line.has_drafts = False
+            token_ids[row, : len(sampled.tokens)] = sampled.tokens
+            num_tokens[row] = len(sampled.tokens)
+            drafts[row] = sampled.proposed
+        return token_ids, num_tokens, drafts
 
-    def _logprobs(self, launched: Launched, num_tokens: NDArray[np.int32]) -> StepLogprobs | None:
-        """Of the rows that asked and have one token; what they were told is kept to be compared with what comes out."""
+    def _logprobs(self, launched: Launched) -> StepLogprobs | None:
+        """Of all rows that asked; what those with a token were told is kept to be compared with what comes out."""
         told: list[tuple[int, TokenLogprobs]] = []
-        num_top = max((self.lines[seq_id].num_logprobs for seq_id in launched.sampled_seq_ids), default=0)
-        for row, seq_id in enumerate(launched.sampled_seq_ids):
-            line = self.lines[seq_id]
-            if line.num_logprobs < 0 or num_tokens[row] != 1:
-                continue
-            output_index = launched.output_indices[row]
-            history = line.history[: len(line.prompt) + output_index]
-            told.append((row, logprobs_of(history, line.seed, num_top)))
-            line.output_logprobs[output_index] = logprobs_of(history, line.seed, line.num_logprobs)
+        num_top = max((self.lines[sampled.seq_id].num_logprobs for sampled in launched.sampled), default=0)
+        first_row = 0
+        for sampled in launched.sampled:
+            line = self.lines[sampled.seq_id]
+            for i in range(1 + len(sampled.verified) if line.num_logprobs >= 0 else 0):
+                output_index = sampled.output_index + i
+                history = line.history[: len(line.prompt) + output_index]
+                told.append((first_row + i, logprobs_of(history, line.seed, num_top)))
+                if i < len(sampled.tokens):
+                    line.output_logprobs[output_index] = logprobs_of(history, line.seed, line.num_logprobs)
+            first_row += 1 + len(sampled.verified)
         if not told:
             return None
         rows, logprobs = zip(*told, strict=True)
@@ -276,6 +324,7 @@ class SchedulerDriver:
             return
         assert not line.is_beam
         assert output.output_index == line.first_output + len(line.outputs) - 1
+        self._check_drafts(output, line, launched)
         known = line.history[len(line.prompt) :][: line.first_output]
         expected, finish = line.expected(known, self.max_seq_len)
         assert output.token_id == expected[output.output_index]
@@ -285,6 +334,15 @@ class SchedulerDriver:
         self._check_logprobs(output, line)
         if is_last:
             line.ended = output.finish_reason.name
+
+    def _check_drafts(self, output: RequestOutput, line: Line, launched: Launched) -> None:
+        (sampled,) = (sampled for sampled in launched.sampled if sampled.seq_id == output.seq_id)
+        place = output.output_index - sampled.output_index
+        if place < len(sampled.tokens) - 1:
+            line.num_accepted_draft_tokens += 1
+            self.num_accepted_by_position[place] += 1
+        assert output.num_draft_tokens == line.num_draft_tokens
+        assert output.num_accepted_draft_tokens == line.num_accepted_draft_tokens
 
     def _check_logprobs(self, output: RequestOutput, line: Line) -> None:
         if line.prompt_logprobs:

@@ -36,11 +36,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(2, 12),
         enable_prefix_caching=st.sampled_from([True, True, False]),
-        max_num_prompt_logits=st.integers(1, 4),
+        max_num_extra_logits=st.integers(1, 12),
+        num_speculative_tokens=st.sampled_from([0, 0, 1, 2, 3, 5]),
         max_consecutive_prefills=st.integers(1, 3),
         prefill_attempt_interval=st.integers(1, 3),
     )
     def start(self, zero_overhead_scheduling: bool, **limits: int) -> None:
+        limits["num_speculative_tokens"] = min(limits["num_speculative_tokens"], limits["max_num_batched_tokens"] - 1)
         self.driver = SchedulerDriver(
             zero_overhead_scheduling=zero_overhead_scheduling, max_model_len=24, hash_seed=5, **limits
         )
@@ -56,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (STOP,)]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "", "tenant"]),
+        draft_quality=st.sampled_from([None, 0, 2, 3, 4]),
         wishes=st.sampled_from(WISHES),
     )
     def add(
@@ -90,17 +93,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.driver.live_seq_ids())
-    @rule(num_steps=st.integers(1, 6), advances_beams=st.booleans())
-    def steps(self, num_steps: int, advances_beams: bool) -> None:
+    @rule(
+        num_steps=st.integers(1, 6),
+        advances_beams=st.booleans(),
+        draft_threshold=st.sampled_from([0.0, 0.0, 0.2, 0.5, 1.0]),
+    )
+    def steps(self, num_steps: int, advances_beams: bool, draft_threshold: float) -> None:
         for _ in range(num_steps):
             if advances_beams:
                 self.driver.advance_beams()
-            self.driver.step()
+            self.driver.step(draft_threshold=draft_threshold)
 
     @precondition(lambda self: self.driver.live_seq_ids())
-    @rule(choices=st.lists(st.sampled_from([2, 1, 0]), min_size=1, max_size=8))
-    def ragged_step(self, choices: list[int]) -> None:
-        self.driver.step(num_tokens_of=lambda seq_id: choices[seq_id % len(choices)])
+    @rule(choices=st.lists(st.booleans(), min_size=1, max_size=8))
+    def step_without_tokens(self, choices: list[bool]) -> None:
+        self.driver.step(without_token=lambda seq_id: choices[seq_id % len(choices)])
 
     @precondition(lambda self: self.driver.live_seq_ids())
     @rule(is_flushed=st.booleans())

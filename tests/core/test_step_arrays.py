@@ -21,13 +21,18 @@ def wrong_arrays() -> list[tuple[str, Any]]:
         ("query_start_loc", np.zeros(4, np.int32)),
         ("block_tables", np.zeros(4, np.int32)),
         ("block_tables", np.zeros((5, 4), np.int32).T),
-        ("uniforms", np.zeros(4, np.float32)),
-        ("min_p", np.zeros(3, np.float32)),
+        ("advance_slots", np.zeros(3, np.int32)),
+        ("token_sources", np.zeros(4, np.int32)),
+        ("uniforms", np.zeros(4, np.float64)),
+        ("sample_start_loc", np.zeros(4, np.int32)),
+        ("seeds", np.zeros(4, np.uint64)),
+        ("min_p", np.zeros(4, np.float32)),
         ("seq_lens", np.zeros(0, np.int32)),
         ("logits_indices", np.zeros(0, np.int64)),
         ("logits_indices", read_only),
         ("slot_mapping", np.zeros(16, np.int64)[::2]),
         ("banned_token_ids", np.zeros(3, np.int64)),
+        ("banned_until", np.zeros(3, np.int64)),
     ]
 
 
@@ -73,7 +78,7 @@ def test_step_arrays_keep_their_memory() -> None:
 def test_sampling_parameters_stand_beside_the_rows_that_sample() -> None:
     driver = SchedulerDriver()
     greedy = SamplingOptions(max_tokens=9)
-    random = SamplingOptions(max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=9)
+    random = SamplingOptions(max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=2**64 - 9)
     for request_id, options in (("a", greedy), ("b", random)):
         driver.scheduler.add_seq(request_id, np.array([2, 3], np.int32), options)
     _, batch = driver.scheduler.schedule(driver.metadata_pool)
@@ -83,6 +88,8 @@ def test_sampling_parameters_stand_beside_the_rows_that_sample() -> None:
     assert arrays["top_k"][:2].tolist() == [0, 3]
     assert arrays["top_p"][:2].tolist() == [1.0, 0.75]
     assert arrays["min_p"][:2].tolist() == [0.0, 0.25]
+    assert arrays["seeds"][:2].tolist() == [0, -9]
+    assert arrays["output_indices"][:2].tolist() == [0, 0]
     assert (batch.all_greedy, batch.max_top_k, batch.any_top_p, batch.any_min_p) == (False, 3, True, True)
 
 
@@ -110,7 +117,7 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_spread_evenly() -> Non
     while driver.scheduler.has_unfinished_seqs():
         _, batch = driver.scheduler.schedule(driver.metadata_pool)
         batch.write(step_arrays)
-        uniforms.append(arrays["uniforms"].copy())
+        uniforms.append(arrays["uniforms"][:64].copy())
         driver.scheduler.process_outputs(batch, np.full((64, 1), 5, np.int32), np.ones(64, np.int32))
         driver.output_pool.release(driver.scheduler.build_request_outputs(batch, driver.output_pool))
     table = np.array(uniforms)  # [output index, seed]
