@@ -6,6 +6,8 @@
 #include <new>
 #include <utility>
 
+#include "kernels/cpu/elementwise.hpp"
+
 namespace deepinfer {
 
 namespace {
@@ -71,7 +73,7 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
   float* sin = sin_.at_least(num_angles);
   const cpu::Rotary rotary{config.rotary_dim(), cos, sin};
 
-  elementwise.embed(ends_.embedding, ends_.embedding_dtype, step.token_ids, num_rows, config.hidden_size, residual);
+  ends_.embedding->unpack_rows(step.token_ids, num_rows, residual);
   elementwise.rotary_angles(step.positions, config.inv_freq.data(), config.rotary_scaling, num_rows,
                             config.rotary_dim(), cos, sin);
   for (size_t index = 0; index < layers_.size(); ++index) {

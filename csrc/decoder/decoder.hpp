@@ -8,12 +8,11 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/cpu/elementwise.hpp"
 #include "kernels/cpu/paged_attention.hpp"
 
 namespace deepinfer {
 
-// A packed matrix: y = x Wᵀ + bias.
+// A packed matrix W [num_outputs, num_inputs]: y = x Wᵀ + bias.
 class Linear {
  public:
   virtual ~Linear() = default;
@@ -21,6 +20,8 @@ class Linear {
   [[nodiscard]] virtual int64_t num_inputs() const = 0;
   // x [num_rows, num_inputs] contiguous → y [num_rows, num_outputs], rows y_stride apart.
   virtual void apply(const float* x, int64_t num_rows, float* y, int64_t y_stride) const = 0;
+  // values[i] = W[outputs[i]], [num_rows, num_inputs].
+  virtual void unpack_rows(const int64_t* outputs, int64_t num_rows, float* values) const = 0;
 };
 
 // Matrices of the same inputs, outputs side by side: one, unless their weights are stored in different formats.
@@ -62,8 +63,7 @@ struct DecoderLayer {
 
 // What comes before and after the layers.
 struct DecoderEnds {
-  cpu::DType embedding_dtype;  // kFloat32 or kBFloat16
-  const void* embedding;       // [vocab_size, hidden_size]
+  std::shared_ptr<const Linear> embedding;  // [vocab_size, hidden_size], its rows
   const float* final_norm;
   Projection output_layer;  // hidden_size → vocab_size
 };
@@ -91,7 +91,7 @@ class Activations {
   int64_t capacity_ = 0;
 };
 
-// Owns the activations; norms and embedding are the caller's and outlive it. One thread at a time calls `forward`.
+// Owns the activations; norms are the caller's and outlive it. One thread at a time calls `forward`.
 class Decoder {
  public:
   Decoder(DecoderConfig config, DecoderEnds ends);

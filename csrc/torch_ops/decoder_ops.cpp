@@ -14,6 +14,7 @@
 #include "torch_ops/classes.hpp"
 #include "torch_ops/layer_cache.hpp"
 #include "torch_ops/packed_linear.hpp"
+#include "torch_ops/tensor_checks.hpp"
 
 namespace deepinfer {
 
@@ -22,13 +23,16 @@ namespace {
 using at::Tensor;
 using LinearPtr = c10::intrusive_ptr<PackedLinear>;
 
-class PackedLinearProduct final : public Linear {
+class DecoderLinear final : public Linear {
  public:
-  explicit PackedLinearProduct(LinearPtr linear) : linear_(std::move(linear)) {}
+  explicit DecoderLinear(LinearPtr linear) : linear_(std::move(linear)) {}
   int64_t num_outputs() const override { return linear_->num_outputs(); }
   int64_t num_inputs() const override { return linear_->num_inputs(); }
   void apply(const float* x, int64_t num_rows, float* y, int64_t y_stride) const override {
     linear_->apply(x, num_inputs(), num_rows, y, y_stride);
+  }
+  void unpack_rows(const int64_t* outputs, int64_t num_rows, float* values) const override {
+    linear_->unpack_rows(outputs, num_rows, values);
   }
 
  private:
@@ -40,33 +44,16 @@ Projection projection(const char* name, const std::vector<LinearPtr>& parts, int
   for (const LinearPtr& part : parts) {
     TORCH_CHECK_VALUE(part->num_inputs() == num_inputs, name, " takes ", part->num_inputs(), " inputs: must be ",
                       num_inputs);
-    result.parts.push_back(std::make_shared<PackedLinearProduct>(part));
+    result.parts.push_back(std::make_shared<DecoderLinear>(part));
   }
   TORCH_CHECK_VALUE(result.num_outputs() == num_outputs, name, " has ", result.num_outputs(), " outputs: must be ",
                     num_outputs);
   return result;
 }
 
-void check_tensor(const char* name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(
-      tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous() && tensor.device().is_cpu(),
-      name, " is ", tensor.toString(), " ", tensor.sizes(), ": must be contiguous ", dtype, " ", shape, " on the CPU");
-}
-
 const float* vector_data(const char* name, const Tensor& vector, int64_t size) {
   check_tensor(name, vector, at::kFloat, {size});
   return vector.const_data_ptr<float>();
-}
-
-// Of a tensor whose elements must be 0 to limit - 1.
-const int64_t* indices(const char* name, const Tensor& tensor, int64_t limit) {
-  const int64_t count = tensor.numel();
-  check_tensor(name, tensor, at::kLong, {count});
-  const int64_t* data = tensor.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_VALUE(data[i] >= 0 && data[i] < limit, name, " has ", data[i], ": must be 0 to ", limit - 1);
-  }
-  return data;
 }
 
 // [num_rows, size] of a buffer that grows to the most rows asked for. Views of a smaller one keep that one alive.
@@ -80,9 +67,9 @@ class DecoderModule : public torch::CustomClassHolder {
  public:
   DecoderModule(int64_t hidden_size, int64_t intermediate_size, int64_t num_heads, int64_t num_kv_heads,
                 int64_t head_dim, double attention_scale, const Tensor& inv_freq, double rotary_scaling,
-                double rms_norm_eps, const Tensor& embedding, const Tensor& final_norm,
+                double rms_norm_eps, const LinearPtr& embedding, const Tensor& final_norm,
                 const std::vector<LinearPtr>& output_layer)
-      : kept_{embedding, final_norm}, vocab_size_(embedding.size(0)) {
+      : kept_{final_norm}, vocab_size_(embedding->num_outputs()) {
     for (const auto& [name, value] : {std::pair{"hidden_size", hidden_size},
                                       {"intermediate_size", intermediate_size},
                                       {"num_heads", num_heads},
@@ -94,16 +81,15 @@ class DecoderModule : public torch::CustomClassHolder {
                       ": must be a multiple of num_kv_heads, ", num_kv_heads);
     TORCH_CHECK_VALUE(2 * inv_freq.numel() <= head_dim, "inv_freq has ", inv_freq.numel(),
                       " elements: must be at most half of head_dim, ", head_dim);
-    const bool is_bfloat16 = embedding.scalar_type() == at::kBFloat16;
-    check_tensor("embedding", embedding, is_bfloat16 ? at::kBFloat16 : at::kFloat, {vocab_size_, hidden_size});
+    TORCH_CHECK_VALUE(embedding->num_inputs() == hidden_size, "embedding has rows of ", embedding->num_inputs(),
+                      ": must be hidden_size, ", hidden_size);
     const float* frequencies = vector_data("inv_freq", inv_freq, inv_freq.numel());
     decoder_ = std::make_unique<Decoder>(
         DecoderConfig{hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim,
                       static_cast<float>(attention_scale),
                       std::vector<float>(frequencies, frequencies + inv_freq.numel()),
                       static_cast<float>(rotary_scaling), static_cast<float>(rms_norm_eps)},
-        DecoderEnds{is_bfloat16 ? cpu::DType::kBFloat16 : cpu::DType::kFloat32, embedding.const_data_ptr(),
-                    vector_data("final_norm", final_norm, hidden_size),
+        DecoderEnds{std::make_shared<DecoderLinear>(embedding), vector_data("final_norm", final_norm, hidden_size),
                     projection("output_layer", output_layer, hidden_size, vocab_size_)});
   }
 
@@ -178,13 +164,13 @@ class DecoderModule : public torch::CustomClassHolder {
                           block_tables.size(0) == num_seqs && block_tables.stride(1) == 1,
                       "block_tables is ", block_tables.toString(), " ", block_tables.sizes(), ": must be int32 [",
                       num_seqs, ", max_blocks], rows contiguous");
-    const DecoderStep step{indices("token_ids", token_ids, vocab_size_),
+    const DecoderStep step{checked_indices("token_ids", token_ids, vocab_size_),
                            positions.const_data_ptr<int64_t>(),
                            {num_seqs, num_tokens, block_tables.const_data_ptr<int32_t>(), block_tables.stride(0),
                             seq_lens.const_data_ptr<int32_t>(), query_start_loc.const_data_ptr<int32_t>(),
                             slot_mapping.const_data_ptr<int64_t>()},
                            caches_.data(),
-                           indices("logits_indices", logits_indices, num_tokens),
+                           checked_indices("logits_indices", logits_indices, num_tokens),
                            num_logits};
     const Tensor logits = first_rows(logits_, num_logits, vocab_size_);
     const Tensor hidden_states = first_rows(hidden_states_, num_logits, decoder_->config().hidden_size);
@@ -206,7 +192,7 @@ class DecoderModule : public torch::CustomClassHolder {
 void define_decoder(torch::Library& library) {
   library.class_<DecoderModule>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, int64_t, double, const Tensor&, double, double,
-                       const Tensor&, const Tensor&, const std::vector<LinearPtr>&>(),
+                       const LinearPtr&, const Tensor&, const std::vector<LinearPtr>&>(),
            "",
            {torch::arg("hidden_size"), torch::arg("intermediate_size"), torch::arg("num_heads"),
             torch::arg("num_kv_heads"), torch::arg("head_dim"), torch::arg("attention_scale"), torch::arg("inv_freq"),

@@ -36,19 +36,25 @@ class GroupedLinear final : public PackedLinear {
   }
 
   void apply(const float* x, int64_t x_stride, int64_t num_rows, float* y, int64_t y_stride) const override {
-    const cpu::GroupedWeight weight = {
-        bits_,
-        num_outputs(),
-        num_inputs(),
-        group_size_,
-        codes_.const_data_ptr(),
-        static_cast<const uint16_t*>(scales_.const_data_ptr()),
-        offsets_.defined() ? static_cast<const uint16_t*>(offsets_.const_data_ptr()) : nullptr,
-        bias_.defined() ? bias_.const_data_ptr<float>() : nullptr};
-    cpu::grouped_linear().apply(weight, x, x_stride, num_rows, y, y_stride);
+    cpu::grouped_linear().apply(weight(), x, x_stride, num_rows, y, y_stride);
+  }
+
+  void unpack_rows(const int64_t* outputs, int64_t num_rows, float* values) const override {
+    cpu::grouped_linear().unpack_rows(weight(), outputs, num_rows, values);
   }
 
  private:
+  [[nodiscard]] cpu::GroupedWeight weight() const {
+    return {bits_,
+            num_outputs(),
+            num_inputs(),
+            group_size_,
+            codes_.const_data_ptr(),
+            static_cast<const uint16_t*>(scales_.const_data_ptr()),
+            offsets_.defined() ? static_cast<const uint16_t*>(offsets_.const_data_ptr()) : nullptr,
+            bias_.defined() ? bias_.const_data_ptr<float>() : nullptr};
+  }
+
   int bits_;
   int64_t group_size_;
   at::Tensor codes_;  // torch's allocator aligns to 64 bytes
@@ -64,6 +70,11 @@ void check_halves(const char* name, size_t i, const at::Tensor& values, int64_t 
                     ": must be float32 [", num_outputs, ", ", num_groups, "] on the CPU");
   TORCH_CHECK_VALUE(values.abs().max().item<double>() <= kMostScale, name, "[", i,
                     "] has a value that is not finite or above ", kMostScale, ", the most that float16 holds");
+}
+
+// Over outputs, contiguous; a single one is not copied.
+at::Tensor merged(const std::vector<at::Tensor>& parts) {
+  return (parts.size() == 1 ? parts[0] : at::cat(parts)).contiguous();
 }
 
 }  // namespace
@@ -100,10 +111,10 @@ c10::intrusive_ptr<PackedLinear> pack_groups(int64_t bits, const std::vector<at:
     std::vector<at::Tensor> parts;
     const at::Scalar middle = -(1 << (bits - 1));
     for (size_t i = 0; i < codes.size(); ++i) parts.push_back(offsets[i] ? *offsets[i] : at::mul(scales[i], middle));
-    all_offsets = at::cat(parts).contiguous();
+    all_offsets = merged(parts);
   }
-  return c10::make_intrusive<GroupedLinear>(static_cast<int>(bits), at::cat(codes).contiguous(),
-                                            at::cat(scales).contiguous(), all_offsets, merge_biases(biases, codes));
+  return c10::make_intrusive<GroupedLinear>(static_cast<int>(bits), merged(codes), merged(scales), all_offsets,
+                                            merge_biases(biases, codes));
 }
 
 }  // namespace deepinfer

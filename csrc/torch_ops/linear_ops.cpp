@@ -25,12 +25,19 @@ class DenseLinear final : public PackedLinear {
   [[nodiscard]] int64_t num_bytes() const override { return packed_.numel(); }
 
   void apply(const float* x, int64_t x_stride, int64_t num_rows, float* y, int64_t y_stride) const override {
-    const cpu::DenseWeight weight = {format_, num_outputs(), num_inputs(), packed_.const_data_ptr(),
-                                     bias_.defined() ? bias_.const_data_ptr<float>() : nullptr};
-    cpu::dense_linear().apply(weight, x, x_stride, num_rows, y, y_stride);
+    cpu::dense_linear().apply(weight(), x, x_stride, num_rows, y, y_stride);
+  }
+
+  void unpack_rows(const int64_t* outputs, int64_t num_rows, float* values) const override {
+    cpu::dense_linear().unpack_rows(weight(), outputs, num_rows, values);
   }
 
  private:
+  [[nodiscard]] cpu::DenseWeight weight() const {
+    return {format_, num_outputs(), num_inputs(), packed_.const_data_ptr(),
+            bias_.defined() ? bias_.const_data_ptr<float>() : nullptr};
+  }
+
   WeightFormat format_;
   at::Tensor packed_;  // torch's allocator aligns to 64 bytes
   at::Tensor bias_;

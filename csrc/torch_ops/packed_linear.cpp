@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "torch_ops/classes.hpp"
+#include "torch_ops/tensor_checks.hpp"
 
 namespace deepinfer {
 
@@ -39,6 +40,14 @@ at::Tensor forward(const c10::intrusive_ptr<PackedLinear>& linear, const at::Ten
   return y;
 }
 
+// outputs [num_rows] int64 → [num_rows, num_inputs]
+at::Tensor unpack_rows(const c10::intrusive_ptr<PackedLinear>& linear, const at::Tensor& outputs) {
+  const int64_t* rows = checked_indices("outputs", outputs, linear->num_outputs());
+  const at::Tensor values = at::empty({outputs.numel(), linear->num_inputs()}, at::kFloat);
+  linear->unpack_rows(rows, outputs.numel(), values.mutable_data_ptr<float>());
+  return values;
+}
+
 }  // namespace
 
 at::Tensor merge_biases(const std::vector<std::optional<at::Tensor>>& biases, const std::vector<at::Tensor>& weights) {
@@ -62,6 +71,7 @@ void define_packed_linear(torch::Library& library) {
       .def_static("from_groups", &pack_groups)
       .def("forward", &forward)
       .def("apply_to", &apply_to)
+      .def("unpack_rows", &unpack_rows)
       .def_property("num_outputs", &PackedLinear::num_outputs)
       .def_property("num_inputs", &PackedLinear::num_inputs)
       .def_property("num_bytes", &PackedLinear::num_bytes);

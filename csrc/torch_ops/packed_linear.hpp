@@ -25,6 +25,9 @@ class PackedLinear : public torch::CustomClassHolder {
   // not depend on the other rows of the call. Only the thread that computes for the engine calls it.
   virtual void apply(const float* x, int64_t x_stride, int64_t num_rows, float* y, int64_t y_stride) const = 0;
 
+  // values[i] = weight[outputs[i]], contiguous [num_rows, num_inputs]: the packed numbers in float32. The same thread.
+  virtual void unpack_rows(const int64_t* outputs, int64_t num_rows, float* values) const = 0;
+
  private:
   int64_t num_outputs_;
   int64_t num_inputs_;

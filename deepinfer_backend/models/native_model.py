@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -86,12 +87,6 @@ class _Packer:
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self._checked(name, self._source.tensor(name), (size,)).float().contiguous()
 
-    def table(self, name: str, num_rows: int, size: int) -> torch.Tensor:
-        # A copy: the source's own may be pages of a file, which the kernel may take from us.
-        return torch.empty(num_rows, size, dtype=self._dtype).copy_(
-            self._checked(name, self._source.tensor(name), (num_rows, size))
-        )
-
     def are_equal(self, name: str, other_name: str) -> bool:
         return torch.equal(self._source.tensor(name), self._source.tensor(other_name))
 
@@ -120,7 +115,7 @@ class _Packer:
 
 
 def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
-    embedding_module, output_module = _ends(spec, packer)
+    embedding, output_layer = _pack_ends(spec, packer)
     decoder = Decoder(
         spec.hidden_size,
         spec.intermediate_size,
@@ -131,14 +126,25 @@ def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
         spec.inv_freq,
         spec.rotary_scaling,
         spec.rms_norm_eps,
-        packer.table(f"{embedding_module}.weight", spec.vocab_size, spec.hidden_size),
+        embedding,
         packer.vector("model.norm.weight", spec.hidden_size),
-        packer.linear([(output_module, spec.vocab_size)], spec.hidden_size),
+        [output_layer],
     )
     for layer, window in enumerate(spec.windows):
         _add_layer(decoder, spec, packer, f"model.layers.{layer}", window)
+        _trim_heap()
         advance((layer + 1) / len(spec.windows))
     return decoder
+
+
+def _pack_ends(spec: DecoderSpec, packer: _Packer) -> tuple[Any, Any]:
+    """The embedding and the output layer, one and the same where their weights are."""
+    embedding_module, output_module = _ends(spec, packer)
+    (embedding,) = packer.linear([(embedding_module, spec.vocab_size)], spec.hidden_size)
+    if output_module == embedding_module:
+        return embedding, embedding
+    (output_layer,) = packer.linear([(output_module, spec.vocab_size)], spec.hidden_size)
+    return embedding, output_layer
 
 
 def _ends(spec: DecoderSpec, packer: _Packer) -> tuple[str, str]:
@@ -181,6 +187,12 @@ def _add_layer(decoder: Any, spec: DecoderSpec, packer: _Packer, prefix: str, wi
         packer.vector(f"{attention}.k_norm.weight", spec.head_dim) if spec.head_norms else None,
         window,
     )
+
+
+def _trim_heap() -> None:
+    """Gives the system what packing a layer freed: glibc keeps it, up to as much again as the weights are large."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
 
 
 def _format(matrix: torch.Tensor | GroupedMatrix) -> tuple[int, int] | None:

@@ -28,7 +28,8 @@ PackedLinear(weights, biases) merges weights [num_outputs_i, num_inputs], all fl
 outputs; a bias may be None. PackedLinear.from_groups(bits, codes, scales, offsets, biases) does the same with the parts
 of GroupedMatrix (models/weights.py) of the same bits and group_size; scales and offsets become float16, inputs are
 rounded to 8 bits for each group of 32. forward(x [.., num_inputs] float32) returns [.., num_outputs]; apply_to(x, y)
-writes into the rows of y. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
+writes into the rows of y; unpack_rows(outputs [num_rows] int64) returns the packed weights of these outputs themselves,
+float32 [num_rows, num_inputs]. Attributes: num_outputs, num_inputs, num_bytes (of the packed weights).
 """
 
 Decoder: Any = torch.classes.deepinfer.Decoder

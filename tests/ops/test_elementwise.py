@@ -69,14 +69,6 @@ def test_silu_of_infinities_and_nan_is_torchs(isa: str) -> None:
     assert torch.equal(actual.nan_to_num(nan=7.0), F.silu(gate).nan_to_num(nan=7.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 64, 577])
-def test_embed_gives_each_token_its_row(isa: str, dtype: torch.dtype, size: int) -> None:
-    table = random_rows(100, size, seed=6).to(dtype)
-    token_ids = torch.randint(0, 100, (70,), generator=torch.Generator().manual_seed(7))
-    assert torch.equal(kernels.embed(table, token_ids), F.embedding(token_ids, table).float())
-
-
 def test_rotary_angles_are_exact_up_to_a_million_positions(isa: str) -> None:
     positions = torch.tensor([0, 1, 2, 1_000, 131_071, 524_287, 999_999, 1_000_000])
     inv_freq = 1.0 / 10_000.0 ** (torch.arange(0, 62, 2) / 62)
@@ -101,9 +93,6 @@ ROWS = torch.zeros(2, 8)
         (kernels.rms_norm, (ROWS, torch.zeros(7), 1e-5), "weight is .*must be contiguous Float .8."),
         (kernels.rms_norm, (ROWS, ROWS[0], 1e-5, torch.zeros(1, 8)), "residual is .1, 8.: must be .2, 8."),
         (kernels.silu_mul, (torch.zeros(2, 7),), "gate_up has rows of 7: must be even"),
-        (kernels.embed, (ROWS.half(), torch.tensor([0])), "table is .*must be contiguous float32 or bfloat16"),
-        (kernels.embed, (ROWS, torch.tensor([1, 2])), "token_ids.1. is 2: must be 0 to 1"),
-        (kernels.embed, (ROWS, torch.tensor([-1])), "token_ids.0. is -1: must be 0 to 1"),
         (kernels.rotary_angles, (torch.tensor([1.0]), ROWS[0]), "positions is .*must be contiguous Long"),
     ],
 )

@@ -171,6 +171,17 @@ def test_scales_that_float16_rounds_are_rounded_to_nearest(isa: str) -> None:
     assert torch.equal(linear.forward(x)[0], magnitudes.half().float() * 127)
 
 
+@pytest.mark.parametrize("offsets", [False, True], ids=["implied", "offsets"])
+@pytest.mark.parametrize("group_size", [16, 32, 128])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_unpacked_rows_are_those_of_the_dequantized_matrix(isa: str, bits: int, group_size: int, offsets: bool) -> None:
+    matrix = random_matrix(bits, group_size, 37, 3 * group_size, offsets)
+    linear = packed(matrix)
+    for num_rows in (0, 1, 300):
+        outputs = torch.randint(0, 37, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+        assert torch.equal(linear.unpack_rows(outputs), torch.nn.functional.embedding(outputs, matrix.dequantized()))
+
+
 def test_memory_is_bits_and_scales(isa: str) -> None:
     for bits in (4, 6, 8):
         num_scales = 64 * 512 // 32

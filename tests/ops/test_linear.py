@@ -95,6 +95,19 @@ def test_merges_weights_over_outputs(isa: str, dtype: torch.dtype) -> None:
     assert linear.num_bytes == 64 * 40 * dtype.itemsize
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [*SIZES, (300, 577)])
+def test_unpacks_the_rows_that_were_packed(isa: str, dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(num_outputs, num_inputs).to(dtype)
+    linear = PackedLinear([weight], [torch.randn(num_outputs)])
+    for num_rows in (0, 1, 300):
+        outputs = torch.randint(0, num_outputs, (num_rows,))
+        rows = linear.unpack_rows(outputs)
+        assert rows.dtype == torch.float32
+        assert torch.equal(rows, torch.nn.functional.embedding(outputs, weight).float())
+
+
 def test_takes_any_number_of_batch_dimensions() -> None:
     weight = torch.randn(20, 12)
     linear = PackedLinear([weight], [None])
@@ -136,3 +149,12 @@ def test_refuses_rows_that_do_not_fit() -> None:
         linear.forward(torch.ones(2, 6).double())
     with pytest.raises(ValueError, match="y has 3 rows: must be the 2 of x"):
         linear.apply_to(torch.ones(2, 6), torch.ones(3, 4))
+
+
+def test_refuses_outputs_that_are_not_there() -> None:
+    linear = PackedLinear([torch.ones(4, 6)], [None])
+    for outputs in (torch.tensor([1, 4]), torch.tensor([-1])):
+        with pytest.raises(ValueError, match=f"outputs has {outputs[-1]}: must be 0 to 3"):
+            linear.unpack_rows(outputs)
+    with pytest.raises(ValueError, match=r"outputs is .*must be contiguous Long \[2\]"):
+        linear.unpack_rows(torch.tensor([1.0, 2.0]))

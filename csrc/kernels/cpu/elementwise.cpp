@@ -77,20 +77,6 @@ void silu_mul(const float* gate_up, int64_t num_rows, int64_t size, float* out) 
   });
 }
 
-void embed(const void* table, DType dtype, const int64_t* token_ids, int64_t num_rows, int64_t size, float* out) {
-  parallel_for(num_rows, rows_per_thread(size), [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      float* to = out + row * size;
-      if (dtype == DType::kFloat32) {
-        std::memcpy(to, static_cast<const float*>(table) + token_ids[row] * size, size * sizeof(float));
-        continue;
-      }
-      const uint16_t* from = static_cast<const uint16_t*>(table) + token_ids[row] * size;
-      for (int64_t i = 0; i < size; ++i) to[i] = bfloat16_to_float(from[i]);
-    }
-  });
-}
-
 void rotary_angles(const int64_t* positions, const float* inv_freq, float scaling, int64_t num_rows, int64_t rotary_dim,
                    float* cos, float* sin) {
   constexpr int64_t kWork = 32;
@@ -166,6 +152,6 @@ void argmax(const float* logits, int64_t num_rows, int64_t size, int64_t* token_
 }  // namespace
 
 extern const ElementwiseKernels elementwise;
-const ElementwiseKernels elementwise = {rms_norm, silu_mul, embed, rotary_angles, argmax};
+const ElementwiseKernels elementwise = {rms_norm, silu_mul, rotary_angles, argmax};
 
 }  // namespace deepinfer::cpu::DEEPINFER_ISA

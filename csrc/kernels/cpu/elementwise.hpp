@@ -7,8 +7,6 @@
 
 namespace deepinfer::cpu {
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kInt8 };
-
 struct ElementwiseKernels {
   // out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight, for x [num_rows, size]. Where `residual` is not null, x[t] is
   // first added to residual[t], which keeps the sum, and the sum is what is normalized. out may be x.
@@ -16,8 +14,6 @@ struct ElementwiseKernels {
                    float* out);
   // out[t, i] = silu(gate_up[t, i]) * gate_up[t, size + i], for gate_up [num_rows, 2 * size].
   void (*silu_mul)(const float* gate_up, int64_t num_rows, int64_t size, float* out);
-  // out[t] = table[token_ids[t]] as float32, for a table [vocab_size, size] of kFloat32 or kBFloat16.
-  void (*embed)(const void* table, DType dtype, const int64_t* token_ids, int64_t num_rows, int64_t size, float* out);
   // cos, sin [num_rows, rotary_dim / 2] of positions[t] * inv_freq[i], times `scaling`; as exact as libm's in float32.
   void (*rotary_angles)(const int64_t* positions, const float* inv_freq, float scaling, int64_t num_rows,
                         int64_t rotary_dim, float* cos, float* sin);

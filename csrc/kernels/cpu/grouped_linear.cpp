@@ -254,9 +254,64 @@ void apply(const GroupedWeight& weight, const float* x, int64_t x_stride, int64_
   run(weight, x, x_stride, num_rows, y, y_stride);
 }
 
+// The reverse of `pack_quad`: one output's inputs.
+template <int kBits>
+inline void unpack_quad(const uint8_t* quad, int64_t output, uint32_t (&steps)[4]) {
+  uint32_t packed[kQuadBytes<kBits> / kStepBytes];
+  for (int64_t word = 0; word < kQuadBytes<kBits> / kStepBytes; ++word) {
+    std::memcpy(&packed[word], quad + word * kStepBytes + output * 4, sizeof(uint32_t));
+  }
+  if constexpr (kBits == 8) {
+    std::memcpy(steps, packed, sizeof(steps));
+  } else {
+    for (int step = 0; step < 4; ++step) {
+      steps[step] = packed[step / 2] >> step % 2 * 4 & 0x0F0F0F0FU;
+      if constexpr (kBits == 6) steps[step] |= (packed[2] >> step * 2 & 0x03030303U) << 4;
+    }
+  }
+}
+
+template <int kBits>
+void unpack_rows_of(const GroupedWeight& weight, const int64_t* outputs, int64_t num_rows, float* values) {
+  constexpr int64_t kMinThreadInputs = 8192;
+  const int64_t num_groups = weight.num_inputs / weight.group_size, group_quads = weight.group_size / kQuadInputs;
+  parallel_for(num_rows, 1 + kMinThreadInputs / weight.num_inputs, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t column = outputs[row] / kWidth, output = outputs[row] % kWidth;
+      const int64_t vector = output / kLanes * kLanes, lane = output % kLanes;
+      const auto half_at = [=](const uint16_t* halves, int64_t group) {
+        return load_half(halves + (column * num_groups + group) * kWidth + vector)[lane];
+      };
+      const uint8_t* quad =
+          static_cast<const uint8_t*>(weight.codes) + column * num_groups * group_quads * kQuadBytes<kBits>;
+      float* to = values + row * weight.num_inputs;
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const float scale = half_at(weight.scales, group);
+        const float offset = weight.offsets == nullptr ? scale * -(1 << (kBits - 1)) : half_at(weight.offsets, group);
+        for (int64_t i = 0; i < group_quads; ++i) {
+          uint32_t steps[4];
+          unpack_quad<kBits>(quad, output, steps);
+          uint8_t codes[kQuadInputs];
+          std::memcpy(codes, steps, sizeof(codes));
+          for (int64_t input = 0; input < kQuadInputs; ++input) {
+            to[input] = static_cast<float>(codes[input]) * scale + offset;
+          }
+          quad += kQuadBytes<kBits>;
+          to += kQuadInputs;
+        }
+      }
+    }
+  });
+}
+
+void unpack_rows(const GroupedWeight& weight, const int64_t* outputs, int64_t num_rows, float* values) {
+  const auto unpack = weight.bits == 4 ? unpack_rows_of<4> : weight.bits == 6 ? unpack_rows_of<6> : unpack_rows_of<8>;
+  unpack(weight, outputs, num_rows, values);
+}
+
 }  // namespace
 
 extern const GroupedLinearKernels grouped_linear;
-const GroupedLinearKernels grouped_linear = {pack, apply};
+const GroupedLinearKernels grouped_linear = {pack, apply, unpack_rows};
 
 }  // namespace deepinfer::cpu::DEEPINFER_ISA

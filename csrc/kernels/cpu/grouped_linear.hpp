@@ -41,6 +41,9 @@ struct GroupedLinearKernels {
   // not depend on the other rows; one with an input that is not finite becomes NaN.
   void (*apply)(const GroupedWeight& weight, const float* x, int64_t x_stride, int64_t num_rows, float* y,
                 int64_t y_stride);
+  // values[i] = scale * code + offset of weight[outputs[i]], [num_rows, num_inputs]: the product is exact, the sum
+  // rounded to float32 once.
+  void (*unpack_rows)(const GroupedWeight& weight, const int64_t* outputs, int64_t num_rows, float* values);
 };
 
 inline constexpr int64_t kGroupedColumnWidth = 16;

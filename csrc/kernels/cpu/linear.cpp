@@ -394,8 +394,34 @@ void pack(WeightFormat format, const void* weight, int64_t num_outputs, int64_t 
   }
 }
 
+float to_float(float element) { return element; }
+float to_float(uint16_t element) { return bfloat16_to_float(element); }
+
+template <typename Element, int kPerStep>
+void unpack_rows_as(const DenseWeight& weight, const int64_t* outputs, int64_t num_rows, float* values) {
+  constexpr int64_t kMinThreadBytes = 65536;  // read in some microseconds, as long as a thread takes to begin
+  const int64_t num_inputs = weight.num_inputs;
+  const int64_t column_elements = ceil_div(num_inputs, kPerStep) * kPerStep * kColumnWidth;
+  const int64_t grain = 1 + kMinThreadBytes / (column_elements * static_cast<int64_t>(sizeof(Element)));
+  parallel_for(num_rows, grain, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const Element* from = static_cast<const Element*>(weight.packed) + outputs[row] / kColumnWidth * column_elements +
+                            outputs[row] % kColumnWidth * kPerStep;
+      float* to = values + row * num_inputs;
+      for (int64_t input = 0; input < num_inputs; ++input) {
+        to[input] = to_float(from[input / kPerStep * kPerStep * kColumnWidth + input % kPerStep]);
+      }
+    }
+  });
+}
+
+void unpack_rows(const DenseWeight& weight, const int64_t* outputs, int64_t num_rows, float* values) {
+  const auto unpack = weight.format == WeightFormat::kBFloat16 ? unpack_rows_as<uint16_t, 2> : unpack_rows_as<float, 1>;
+  unpack(weight, outputs, num_rows, values);
+}
+
 }  // namespace
 
-extern const DenseLinearKernels dense_linear = {pack, apply};
+extern const DenseLinearKernels dense_linear = {pack, apply, unpack_rows};
 
 }  // namespace deepinfer::cpu::DEEPINFER_ISA

@@ -32,6 +32,8 @@ struct DenseLinearKernels {
   // inputs: a row's outputs do not depend on the other rows. Only the thread that computes for the engine calls it.
   void (*apply)(const DenseWeight& weight, const float* x, int64_t x_stride, int64_t num_rows, float* y,
                 int64_t y_stride);
+  // values[i] = weight[outputs[i]], the numbers that were packed: [num_rows, num_inputs].
+  void (*unpack_rows)(const DenseWeight& weight, const int64_t* outputs, int64_t num_rows, float* values);
 };
 
 // Bytes of `packed`.

@@ -9,10 +9,11 @@
 
 #include <cstdint>
 
-#include "kernels/cpu/elementwise.hpp"
 #include "kernels/cpu/isa.hpp"
 
 namespace deepinfer::cpu {
+
+enum class DType : uint8_t { kFloat32, kBFloat16, kInt8 };
 
 struct LayerCache {
   DType dtype;
