@@ -1,10 +1,10 @@
 // PackedLinear with weights of 4, 6 or 8 bits and a scale for each group of inputs.
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
 #include "kernels/cpu/grouped_linear.hpp"
 #include "torch_ops/packed_linear.hpp"
+#include "torch_ops/weight_memory.hpp"
 
 namespace deepinfer {
 
@@ -20,9 +20,9 @@ class GroupedLinear final : public PackedLinear {
       : PackedLinear(codes.size(0), codes.size(1)),
         bits_(bits),
         group_size_(codes.size(1) / scales.size(1)),
-        codes_(at::empty({cpu::packed_code_bytes(bits, num_outputs(), num_inputs())}, at::kByte)),
-        scales_(at::empty({cpu::packed_scale_count(group_size_, num_outputs(), num_inputs())}, at::kHalf)),
-        offsets_(offsets.defined() ? at::empty(scales_.sizes(), at::kHalf) : at::Tensor()),
+        codes_(weight_memory(cpu::packed_code_bytes(bits, num_outputs(), num_inputs()), at::kByte)),
+        scales_(weight_memory(cpu::packed_scale_count(group_size_, num_outputs(), num_inputs()), at::kHalf)),
+        offsets_(offsets.defined() ? weight_memory(scales_.numel(), at::kHalf) : at::Tensor()),
         bias_(std::move(bias)) {
     cpu::grouped_linear().pack(bits_, group_size_, codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
                                offsets.defined() ? offsets.const_data_ptr<float>() : nullptr, num_outputs(),

@@ -1,9 +1,9 @@
 // PackedLinear with float32 or bfloat16 weights.
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 
 #include "kernels/cpu/linear.hpp"
 #include "torch_ops/packed_linear.hpp"
+#include "torch_ops/weight_memory.hpp"
 
 namespace deepinfer {
 
@@ -17,7 +17,7 @@ class DenseLinear final : public PackedLinear {
   DenseLinear(const at::Tensor& weight, at::Tensor bias)
       : PackedLinear(weight.size(0), weight.size(1)),
         format_(weight.scalar_type() == at::kFloat ? WeightFormat::kFloat32 : WeightFormat::kBFloat16),
-        packed_(at::empty({cpu::packed_bytes(format_, num_outputs(), num_inputs())}, at::kByte)),
+        packed_(weight_memory(cpu::packed_bytes(format_, num_outputs(), num_inputs()), at::kByte)),
         bias_(std::move(bias)) {
     cpu::dense_linear().pack(format_, weight.const_data_ptr(), num_outputs(), num_inputs(), packed_.mutable_data_ptr());
   }
@@ -39,7 +39,7 @@ class DenseLinear final : public PackedLinear {
   }
 
   WeightFormat format_;
-  at::Tensor packed_;  // torch's allocator aligns to 64 bytes
+  at::Tensor packed_;
   at::Tensor bias_;
 };
 

@@ -17,11 +17,11 @@ from deepinfer_backend.models.loader import resolve_model
 from deepinfer_backend.models.model_files import referenced_gguf
 
 MIB = 1 << 20
-OVERHEAD_BYTES = 4 * MIB
-"""Norms, Python's objects, and what malloc does not give back."""
-LAYER_BYTES = 24 * MIB
-"""What a layer of the random models is before it is packed: two bytes for each of its weights, or a copy of the largest
-matrices in float32."""
+OVERHEAD_BYTES = 8 * MIB
+"""Norms, Python's objects, what malloc does not give back, and the last large page of each range of packed weights."""
+LAYER_BYTES = 36 * MIB
+"""What a layer of the random models is before it is packed (two bytes for each of its weights, or a copy of the largest
+matrices in float32) beside the overhead."""
 
 # Private memory of the process in bytes (pages of mapped files are not in it): how much more there is once the model
 # of a folder is loaded, and the most there was meanwhile.
