@@ -13,11 +13,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
-import xgrammar as xgr
 from numpy.typing import NDArray
 
 from deepinfer_backend.config import EngineConfig
@@ -35,8 +34,12 @@ from deepinfer_backend.engine.grammar_spec import GrammarSource, to_source
 from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError
 from deepinfer_backend.sampling_params import StructuredOutputs
 
-CompiledGrammar: TypeAlias = xgr.CompiledGrammar
-Result: TypeAlias = CompiledGrammar | DeepInferError
+# xgrammar imports transformers; an engine without grammars starts without either.
+if TYPE_CHECKING:
+    import xgrammar as xgr
+
+CompiledGrammar: TypeAlias = "xgr.CompiledGrammar"
+Result: TypeAlias = "xgr.CompiledGrammar | DeepInferError"
 
 # Time of the processor for one token. Most take a hundredth of a millisecond; with a grammar that has many readings of
 # the same text, it grows with the cube of the text's length.
@@ -56,6 +59,8 @@ class Grammar:
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
+        import xgrammar as xgr
+
         self._matcher = xgr.GrammarMatcher(compiled)
         self._accept_time_s = 0.0
 
@@ -229,7 +234,7 @@ class GrammarQueue:
             except Exception as error:
                 result = EngineError(f"{source.field}: the grammar compiler failed: {one_line(error)}")
             with self._lock:
-                if isinstance(result, xgr.CompiledGrammar):
+                if not isinstance(result, DeepInferError):
                     self._cache.put(source, result, num_bytes)
                 self._finish(self._waiting.pop(source), result)
         if self._compiler is not None:
@@ -251,6 +256,8 @@ class GrammarQueue:
         if isinstance(answer, Refused):
             raise InvalidRequestError(f"{source.field} {answer.reason}")
         assert isinstance(answer, Compiled)
+        import xgrammar as xgr
+
         compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar, tokenizer_info)
         return compiled, int(compiled.memory_size_bytes) + len(source.text)
 
@@ -261,6 +268,8 @@ class GrammarQueue:
             if self._closed:
                 raise EngineError("the engine is shutting down")
             compiler = self._compiler = _CompilerProcess()
+        import xgrammar as xgr  # as the process does meanwhile
+
         try:
             answer = compiler.ask(self._start, _START_TIMEOUT_S)
         except (TimeoutError, EOFError):

@@ -50,7 +50,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What the decoder computes. inv_freq: float32 [rotary_dim / 2]; windows: of each layer, 0 for none."""
+    """What the decoder computes. inv_freq: rotary_dim / 2 float32 values; windows: of each layer, 0 for none."""
 
     hidden_size: int
     intermediate_size: int
@@ -60,7 +60,7 @@ class DecoderSpec:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    inv_freq: torch.Tensor
+    inv_freq: tuple[float, ...]
     rotary_scaling: float
     windows: tuple[int, ...]
     query_key_value_bias: bool
@@ -110,7 +110,7 @@ def decoder_spec(config: Any) -> DecoderSpec:
         head_dim=_head_dim(config),
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.rms_norm_eps,
-        inv_freq=inv_freq,
+        inv_freq=tuple(inv_freq.tolist()),
         rotary_scaling=rotary_scaling,
         windows=_windows(config, family),
         query_key_value_bias=has(family.query_key_value_bias),

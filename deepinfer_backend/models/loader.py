@@ -38,6 +38,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _HUB_TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _HUB_MODEL_PATTERNS = ["*.safetensors", *_HUB_TOKENIZER_PATTERNS]
 
+# Besides the folder's name.
+_ASKED_FOR_TOKENIZER = frozenset({"model_type", "model_name", "tokenizer_class"})
+
 # generation_config.json's name → ours.
 _GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -164,12 +167,31 @@ def load_tokenizer(path: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, config=_config_for_tokenizer(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the Rust library raises plain Exception
         raise UnsupportedModelError(f"the tokenizer in {path} cannot be loaded: {one_line(error)}") from error
     if not tokenizer.is_fast:
         raise UnsupportedModelError(f"the tokenizer in {path} ({type(tokenizer).__name__}) has no tokenizer.json")
     return tokenizer
+
+
+def _config_for_tokenizer(path: Path) -> Any | None:
+    """What AutoTokenizer asks the model's configuration for, without the class of its architecture; None: all of it.
+
+    Llama's class alone takes most of a second to import, and a tokenizer that names its own class is not chosen by it.
+    """
+    from transformers import PreTrainedConfig
+
+    config, tokenizer_config = path / "config.json", path / "tokenizer_config.json"
+    if not (config.is_file() and tokenizer_config.is_file()):
+        return None
+    names_itself = read_json(tokenizer_config)
+    if not isinstance(names_itself.get("tokenizer_class"), str) or "auto_map" in names_itself:
+        return None
+    asked = {name: value for name, value in read_json(config).items() if name in _ASKED_FOR_TOKENIZER}
+    return PreTrainedConfig.from_dict(asked, name_or_path=str(path))
 
 
 def load_generation_config(path: Path) -> GenerationDefaults:

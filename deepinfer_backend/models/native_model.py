@@ -123,7 +123,7 @@ def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
         spec.num_kv_heads,
         spec.head_dim,
         spec.head_dim**-0.5,
-        spec.inv_freq,
+        torch.tensor(spec.inv_freq, dtype=torch.float32),
         spec.rotary_scaling,
         spec.rms_norm_eps,
         embedding,

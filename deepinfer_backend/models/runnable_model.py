@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from deepinfer_backend.errors import UnsupportedModelError
+from deepinfer_backend.models.decoder_specs import read_decoder_spec
 from deepinfer_backend.models.gguf_header import read_gguf_header
 from deepinfer_backend.models.gguf_weights import GgufWeights, why_unreadable
 from deepinfer_backend.models.interface import Model
-from deepinfer_backend.models.llama_family import decoder_spec, why_not_native
-from deepinfer_backend.models.loader import load_config, load_model
-from deepinfer_backend.models.model_files import referenced_gguf
+from deepinfer_backend.models.llama_family import DecoderSpec
+from deepinfer_backend.models.loader import load_model
+from deepinfer_backend.models.model_files import read_json, referenced_gguf
 from deepinfer_backend.models.native_model import NativeModel
 from deepinfer_backend.models.packed_weights import PACKED_METHODS, packed_weights
 from deepinfer_backend.models.safetensors_weights import SafetensorsWeights
@@ -34,20 +35,22 @@ def load_runnable_model(
     Raises:
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
     """
-    config = load_config(path)
-    reason = _why_not_here(dtype, device, has_adapters) or why_not_native(config)
-    method = _quantization_config(config).get("quant_method")
-    if reason is None and method not in (None, *PACKED_METHODS):
-        reason = f"the quant_method of its weights is {method}"
-    if reason is None:
-        source = _open_weights(path, config)
+    quantization_config = read_json(path / "config.json").get("quantization_config") or {}
+    method = quantization_config.get("quant_method")
+    spec_or_reason = _why_not_here(dtype, device, has_adapters) or read_decoder_spec(path)
+    if isinstance(spec_or_reason, DecoderSpec) and method not in (None, *PACKED_METHODS):
+        spec_or_reason = f"the quant_method of its weights is {method}"
+    if isinstance(spec_or_reason, DecoderSpec):
+        source = _open_weights(path, quantization_config)
         if dequantize:
             source = DequantizedWeights(source)
         with show_progress(f"Loading {path.name}") as advance:
-            return NativeModel(decoder_spec(config), source, dtype, advance)
+            return NativeModel(spec_or_reason, source, dtype, advance)
     if method in PACKED_METHODS and device.type == "cpu":
-        raise UnsupportedModelError(f"{path} has weights packed by {method}, which only native models read: {reason}")
-    logger.info("%s runs through transformers: %s", path.name, reason)
+        raise UnsupportedModelError(
+            f"{path} has weights packed by {method}, which only native models read: {spec_or_reason}"
+        )
+    logger.info("%s runs through transformers: %s", path.name, spec_or_reason)
     # Most of a second to import, and only here of use.
     from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
 
@@ -64,15 +67,10 @@ def _why_not_here(dtype: torch.dtype, device: torch.device, has_adapters: bool) 
     return None
 
 
-def _open_weights(path: Path, config: Any) -> WeightSource:
+def _open_weights(path: Path, quantization_config: dict[str, Any]) -> WeightSource:
     gguf_file = referenced_gguf(path)
     # What is not read from there was dequantized when the file was converted.
     if gguf_file is not None and why_unreadable(read_gguf_header(gguf_file)) is None:
         return GgufWeights(gguf_file)
     stored = SafetensorsWeights(path)
-    quantization_config = _quantization_config(config)
     return packed_weights(stored, quantization_config) if quantization_config else stored
-
-
-def _quantization_config(config: Any) -> dict[str, Any]:
-    return getattr(config, "quantization_config", None) or {}

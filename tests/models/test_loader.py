@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepinfer_backend.errors import ConfigError, UnsupportedModelError
 from deepinfer_backend.models import loader
@@ -23,6 +23,7 @@ from deepinfer_backend.models.loader import (
     resolve_tokenizer,
 )
 from tests.support.models import make_random_model
+from tests.support.tokenizers import bundled_tokenizer
 
 CPU = torch.device("cpu")
 INDEX_NAME = "model.safetensors.index.json"
@@ -157,6 +158,24 @@ def test_a_folder_without_tokenizer_has_none_and_a_damaged_one_is_refused(folder
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match=r"the tokenizer in .* cannot be loaded"):
         load_tokenizer(resolve_tokenizer(None, folder))
+
+
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "GPT2Tokenizer", "Qwen2TokenizerFast", None])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt_neox"])
+def test_a_tokenizer_is_the_one_that_transformers_alone_would_load(
+    tmp_path: Path, model_type: str, tokenizer_class: str | None
+) -> None:
+    bundled_tokenizer().save_pretrained(tmp_path)
+    tokenizer_config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer_config["tokenizer_class"] = tokenizer_class
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert ours is not None
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours.chat_template == theirs.chat_template
 
 
 @pytest.mark.parametrize(
