@@ -82,6 +82,7 @@ class StepOperators:
             return source.tensor(f"{module}.weight").float().contiguous()
 
         self._spec = spec
+        self._inv_freq = torch.tensor(spec.inv_freq)
         self._embedding = source.tensor("model.embed_tokens.weight").to(dtype)
         self._layers = []
         for index in range(len(spec.windows)):
@@ -104,7 +105,7 @@ class StepOperators:
         """The logits of one step, [num_seqs, vocab_size]."""
         spec, step = self._spec, batch.step
         query_size, scale = spec.num_heads * spec.head_dim, spec.head_dim**-0.5
-        cos, sin = watch.time(NORMS, kernels.rotary_angles, batch.positions, spec.inv_freq, spec.rotary_scaling)
+        cos, sin = watch.time(NORMS, kernels.rotary_angles, batch.positions, self._inv_freq, spec.rotary_scaling)
         residual = self._embedding[batch.token_ids].float()
         hidden, added_to = residual, None
         for layer, kept in zip(self._layers, cache.layers, strict=True):
