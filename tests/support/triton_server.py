@@ -49,6 +49,8 @@ def running_server(
     )
     with server:
         server.wait_ready(START_TIMEOUT_S)
+        # tritonserver opens this door last, when it has said that it is ready.
+        wait_until(lambda: _listens(metrics_port), START_TIMEOUT_S, "the metrics' port")
         yield server
 
 
@@ -58,6 +60,11 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
