@@ -109,7 +109,6 @@ class StepArrays:
         *,
         token_ids: NDArray[np.int64],  # [T] host-known token ids (0 where the device knows better)
         token_sources: NDArray[np.int32],  # [T] index into next_tokens, flattened, of this token, or -1
-        inflight_rows: NDArray[np.int32],  # [T] the same without drafts: row of the step in flight, or -1
         positions: NDArray[np.int64],  # [T]
         slot_mapping: NDArray[np.int64],  # [T] block * block_size + offset, where the token's K and V go
         query_start_loc: NDArray[np.int32],  # [S + 1]
@@ -127,7 +126,6 @@ class StepArrays:
         min_p: NDArray[np.float32],  # [L] 0 = off
         seeds: NDArray[np.int64],  # [S] of each sequence that samples, the bits of an unsigned number, and
         output_indices: NDArray[np.int64],  # [S] which of its outputs its first row samples
-        uniforms: NDArray[np.float64],  # [L] of each row of logits, in [0, 1), from these two, at the least advance
         banned_rows: NDArray[np.int64],  # [M] row of logits,
         banned_token_ids: NDArray[np.int64],  # [M] the token it must not sample (min_tokens), and
         banned_until: NDArray[np.int64],  # [M] the first output that may be that token

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.speculative_config import SpeculativeConfig
 from deepinfer_backend.validation import describe_validation_error, object_from_text
 
 
@@ -74,6 +75,11 @@ class EngineConfig(BaseModel):
     )
     prefill_attempt_interval: int = Field(
         1, ge=1, le=1024, description="Decode steps between two attempts to prefill waiting prompts."
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="What proposes tokens, several of which one step verifies: an object with `method` (ngram), "
+        "`num_speculative_tokens` and, for ngram, `prompt_lookup_min` and `prompt_lookup_max`; none is no speculation.",
     )
     zero_overhead_scheduling: bool = Field(
         default_factory=_zero_overhead_scheduling_from_environment,
@@ -148,7 +154,7 @@ class EngineConfig(BaseModel):
         10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
     )
 
-    @field_validator("lora_modules", mode="before")
+    @field_validator("lora_modules", "speculative_config", mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
         return object_from_text(value)

@@ -26,16 +26,15 @@ T* checked_data(const char* name, const py::array& array, const std::vector<py::
   return static_cast<T*>(const_cast<void*>(array.data()));
 }
 
-BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& token_sources,
-                                 const py::array& inflight_rows, const py::array& positions,
+BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& token_sources, const py::array& positions,
                                  const py::array& slot_mapping, const py::array& query_start_loc,
                                  const py::array& seq_lens, const py::array& advance_slots,
                                  const py::array& block_tables, const py::array& logits_indices,
                                  const py::array& sample_start_loc, const py::array& sample_slots,
                                  const py::array& temperature, const py::array& top_k, const py::array& top_p,
                                  const py::array& min_p, const py::array& seeds, const py::array& output_indices,
-                                 const py::array& uniforms, const py::array& banned_rows,
-                                 const py::array& banned_token_ids, const py::array& banned_until) {
+                                 const py::array& banned_rows, const py::array& banned_token_ids,
+                                 const py::array& banned_until) {
   StepArrays arrays;
   arrays.token_ids = checked_data<int64_t>("token_ids", token_ids, {-1});
   arrays.seq_lens = checked_data<int32_t>("seq_lens", seq_lens, {-1});
@@ -46,7 +45,6 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& to
   if (seqs == 0) throw py::value_error("seq_lens: must have room for one sequence at least");
   if (logits == 0) throw py::value_error("logits_indices: must have room for one row at least");
   arrays.token_sources = checked_data<int32_t>("token_sources", token_sources, {tokens});
-  arrays.inflight_rows = checked_data<int32_t>("inflight_rows", inflight_rows, {tokens});
   arrays.positions = checked_data<int64_t>("positions", positions, {tokens});
   arrays.slot_mapping = checked_data<int64_t>("slot_mapping", slot_mapping, {tokens});
   arrays.query_start_loc = checked_data<int32_t>("query_start_loc", query_start_loc, {seqs + 1});
@@ -60,7 +58,6 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& to
   arrays.min_p = checked_data<float>("min_p", min_p, {logits});
   arrays.seeds = checked_data<int64_t>("seeds", seeds, {seqs});
   arrays.output_indices = checked_data<int64_t>("output_indices", output_indices, {seqs});
-  arrays.uniforms = checked_data<double>("uniforms", uniforms, {logits});
   arrays.banned_token_ids = checked_data<int64_t>("banned_token_ids", banned_token_ids, {banned});
   arrays.banned_until = checked_data<int64_t>("banned_until", banned_until, {banned});
   arrays.max_num_tokens = static_cast<size_t>(tokens);
@@ -68,12 +65,10 @@ BoundStepArrays make_step_arrays(const py::array& token_ids, const py::array& to
   arrays.max_blocks_per_seq = static_cast<size_t>(block_tables.shape(1));
   arrays.max_num_logits = static_cast<size_t>(logits);
   arrays.max_num_banned = static_cast<size_t>(banned);
-  return {
-      arrays,
-      {token_ids,     token_sources, inflight_rows,  positions,        slot_mapping, query_start_loc, seq_lens,
-       advance_slots, block_tables,  logits_indices, sample_start_loc, sample_slots, temperature,     top_k,
-       top_p,         min_p,         seeds,          output_indices,   uniforms,     banned_rows,     banned_token_ids,
-       banned_until}};
+  return {arrays,
+          {token_ids,    token_sources,  positions,        slot_mapping, query_start_loc,  seq_lens,    advance_slots,
+           block_tables, logits_indices, sample_start_loc, sample_slots, temperature,      top_k,       top_p,
+           min_p,        seeds,          output_indices,   banned_rows,  banned_token_ids, banned_until}};
 }
 
 BoundStepLogprobs make_step_logprobs(const TokenIds& rows, const Floats& logprobs, const TokenIds& ranks,
@@ -97,10 +92,10 @@ bool has_shape(const py::array& array, const std::vector<py::ssize_t>& shape) {
 
 void bind_step_arrays(py::module_& m) {
   py::class_<BoundStepArrays>(m, "StepArrays", py::is_final(), "The Worker's own host buffers, filled in place.")
-      .def(py::init(&make_step_arrays), py::kw_only(), "token_ids"_a, "token_sources"_a, "inflight_rows"_a,
-           "positions"_a, "slot_mapping"_a, "query_start_loc"_a, "seq_lens"_a, "advance_slots"_a, "block_tables"_a,
-           "logits_indices"_a, "sample_start_loc"_a, "sample_slots"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-           "seeds"_a, "output_indices"_a, "uniforms"_a, "banned_rows"_a, "banned_token_ids"_a, "banned_until"_a);
+      .def(py::init(&make_step_arrays), py::kw_only(), "token_ids"_a, "token_sources"_a, "positions"_a,
+           "slot_mapping"_a, "query_start_loc"_a, "seq_lens"_a, "advance_slots"_a, "block_tables"_a, "logits_indices"_a,
+           "sample_start_loc"_a, "sample_slots"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seeds"_a,
+           "output_indices"_a, "banned_rows"_a, "banned_token_ids"_a, "banned_until"_a);
 
   py::class_<BoundStepLogprobs>(m, "StepLogprobs", py::is_final(), "Probabilities of the tokens that a step sampled.")
       .def(py::init(&make_step_logprobs), py::kw_only(), "rows"_a, "logprobs"_a, "ranks"_a, "top_token_ids"_a,

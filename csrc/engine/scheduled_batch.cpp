@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "uniform.hpp"
-
 namespace deepinfer {
 namespace {
 
@@ -38,8 +36,8 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   metadata_.clear();
   prompt_logits.clear();
   new_slots.clear();
-  for (auto* values : {&token_ids_, &token_sources_, &inflight_rows_, &query_start_loc_, &seq_lens_, &advance_slots_,
-                       &sample_start_loc_, &sample_slots_, &top_k_, &lora_ids, &tracked_rows, &new_slot_tokens}) {
+  for (auto* values : {&token_ids_, &token_sources_, &query_start_loc_, &seq_lens_, &advance_slots_, &sample_start_loc_,
+                       &sample_slots_, &top_k_, &lora_ids, &tracked_rows, &new_slot_tokens}) {
     values->clear();
   }
   for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &prompt_logits_indices_, &seeds_,
@@ -47,7 +45,6 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
     values->clear();
   }
   for (auto* values : {&temperature_, &top_p_, &min_p_}) values->clear();
-  uniforms_.clear();
   query_start_loc_.push_back(0);
   sample_start_loc_.push_back(0);
 }
@@ -75,7 +72,6 @@ void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int
     const bool known = position < sequence.num_tokens();
     token_ids_.push_back(known ? sequence.tokens[position] : 0);
     token_sources_.push_back(known ? kNoSlot : static_cast<int32_t>(first_source + position));
-    inflight_rows_.push_back(known ? -1 : sequence.inflight_row);
     positions_.push_back(position);
     const int64_t block = metadata.block_table[position / block_size_];
     slot_mapping_.push_back(block * block_size_ + position % block_size_);
@@ -110,7 +106,6 @@ void ScheduledBatch::add_sampled_rows(const Sequence& sequence, int64_t output_i
     top_k_.push_back(options.top_k);
     top_p_.push_back(options.top_p);
     min_p_.push_back(options.min_p);
-    uniforms_.push_back(uniform_of(options.seed, output_index + num_sampled_rows() - 1 - first_row));
   }
   if (options.temperature > 0) {
     all_greedy = false;
@@ -177,7 +172,6 @@ void ScheduledBatch::write(const StepArrays& arrays) const {
 
   copy_to(token_ids_, arrays.token_ids);
   copy_to(token_sources_, arrays.token_sources);
-  copy_to(inflight_rows_, arrays.inflight_rows);
   copy_to(positions_, arrays.positions);
   copy_to(slot_mapping_, arrays.slot_mapping);
   copy_to(query_start_loc_, arrays.query_start_loc);
@@ -191,7 +185,6 @@ void ScheduledBatch::write(const StepArrays& arrays) const {
   copy_to(min_p_, arrays.min_p);
   copy_to(seeds_, arrays.seeds);
   copy_to(output_indices_, arrays.output_indices);
-  copy_to(uniforms_, arrays.uniforms);
   copy_to(banned_rows_, arrays.banned_rows);
   copy_to(banned_token_ids_, arrays.banned_token_ids);
   copy_to(banned_until_, arrays.banned_until);

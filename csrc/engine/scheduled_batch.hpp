@@ -51,7 +51,6 @@ struct StepArrays {
   size_t max_num_banned = 0;      // M
   int64_t* token_ids = nullptr;
   int32_t* token_sources = nullptr;
-  int32_t* inflight_rows = nullptr;
   int64_t* positions = nullptr;
   int64_t* slot_mapping = nullptr;
   int32_t* query_start_loc = nullptr;
@@ -67,7 +66,6 @@ struct StepArrays {
   float* min_p = nullptr;
   int64_t* seeds = nullptr;
   int64_t* output_indices = nullptr;
-  double* uniforms = nullptr;
   int64_t* banned_rows = nullptr;
   int64_t* banned_token_ids = nullptr;
   int64_t* banned_until = nullptr;
@@ -169,14 +167,13 @@ class ScheduledBatch {
   const int32_t num_speculative_tokens_;
   std::shared_ptr<SequenceMetadataPool> pool_;
   std::vector<uint64_t> metadata_;  // [num_seqs] handles into pool_
-  std::vector<int32_t> token_ids_, token_sources_, inflight_rows_;
+  std::vector<int32_t> token_ids_, token_sources_;
   std::vector<int64_t> positions_, slot_mapping_;
   std::vector<int32_t> query_start_loc_, seq_lens_, advance_slots_;
   std::vector<int64_t> logits_indices_, prompt_logits_indices_;
   std::vector<int32_t> sample_start_loc_, sample_slots_;
   std::vector<float> temperature_, top_p_, min_p_;
   std::vector<int32_t> top_k_;
-  std::vector<double> uniforms_;
   std::vector<int64_t> seeds_, output_indices_;
   std::vector<int64_t> banned_rows_, banned_token_ids_, banned_until_;
 };

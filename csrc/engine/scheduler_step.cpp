@@ -207,13 +207,11 @@ int32_t Scheduler::reserve_for_drafts(Sequence& sequence, double threshold, int6
 }
 
 void Scheduler::launch(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts, ScheduledBatch& batch) {
-  const int64_t first_logits_row = batch.num_sampled_rows();
   batch.add_row(sequence, begin, end, num_drafts);
   sequence.num_computed_tokens = end;
   ++sequence.num_inflight_steps;
   sequence.num_inflight_drafts += num_drafts;
   if (batch.rows.back().samples) {
-    sequence.inflight_row = static_cast<int32_t>(first_logits_row);
     sequence.is_slot_filled = true;
     ++sequence.num_inflight_tokens;
   }

@@ -78,7 +78,6 @@ struct Sequence {
   int32_t num_inflight_tokens = 0;
   int32_t num_inflight_steps = 0;   // launched steps it has a part in that were not processed
   int32_t num_inflight_drafts = 0;  // that those steps verify
-  int32_t inflight_row = -1;        // its first row of logits in the last launched step that samples for it
   int32_t slot = kNoSlot;           // of the device's state
   bool is_slot_filled = false;      // by a launched step that samples for this sequence
   int32_t num_preemptions = 0;

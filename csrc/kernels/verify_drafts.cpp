@@ -10,6 +10,7 @@ void verify_drafts(const DraftedRows& rows, int32_t* next_tokens, int32_t* num_a
     int32_t* next = next_tokens + rows.slots[seq] * rows.width;
     int64_t accepted = 0;
     while (accepted < num_drafts && targets[accepted] >= 0 && targets[accepted] == next[1 + accepted]) ++accepted;
+    if (accepted > 0 && targets[accepted] < 0) --accepted;
     int32_t* tokens = token_ids + seq * rows.width;
     for (int64_t i = 0; i < rows.width; ++i) tokens[i] = i <= accepted ? static_cast<int32_t>(targets[i]) : kNoToken;
     num_tokens[seq] = static_cast<int32_t>(accepted + 1);

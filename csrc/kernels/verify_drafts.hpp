@@ -10,7 +10,8 @@ inline constexpr int32_t kNoToken = -1;
 
 // Sequence s has the rows of logits from sample_start_loc[s] on, `width` at most: one for its last token and one for each
 // of its drafts, which stand in next_tokens from column 1 on. It accepts the leading drafts that equal their rows'
-// targets, and gets the targets up to and including the first that differs; a target below 0 is the last in any case.
+// targets, and gets the targets up to and including the first that differs. A target below 0, no token, is not given to a
+// sequence that accepted a draft: it ends at that draft, and the next step finds out again.
 struct DraftedRows {
   int64_t num_seqs;
   int64_t width;                    // columns of next_tokens

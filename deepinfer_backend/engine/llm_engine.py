@@ -37,10 +37,12 @@ from deepinfer_backend.models.loader import (
     resolve_tokenizer,
 )
 from deepinfer_backend.models.runnable_model import load_runnable_model
+from deepinfer_backend.speculation.make_drafter import make_drafter
 from deepinfer_backend.worker.device import open_stream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
 from deepinfer_backend.worker.model_runner import ModelRunner
+from deepinfer_backend.worker.slot_state import SlotState
 from deepinfer_backend.worker.step_buffers import MAX_EXTRA_LOGITS, StepBuffers
 from deepinfer_backend.worker.timers import StepTimers
 from deepinfer_backend.worker.worker import StepState, Worker
@@ -107,6 +109,7 @@ class LLMEngine:
             config=config.model_dump(mode="json"),
         )
         self._max_num_seqs = config.max_num_seqs
+        num_speculative_tokens = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         self._max_seq_len = min(max_model_len, num_blocks * block_size)
         self.timers = StepTimers()
         self.scheduler = Scheduler(
@@ -117,6 +120,7 @@ class LLMEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
                 max_num_extra_logits=MAX_EXTRA_LOGITS,
+                num_speculative_tokens=num_speculative_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_consecutive_prefills=config.max_consecutive_prefills,
                 prefill_attempt_interval=config.prefill_attempt_interval,
@@ -147,16 +151,20 @@ class LLMEngine:
                 max_num_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 max_blocks_per_seq=max_blocks_per_seq,
+                num_speculative_tokens=num_speculative_tokens,
                 device=device,
             )
 
         kv_cache = KVCache(
             model.layers, num_blocks=num_blocks, block_size=block_size, dtype=kv_cache_dtype, device=device
         )
+        slots = SlotState(config.max_num_seqs, num_speculative_tokens, device)
         self.worker = Worker(
-            ModelRunner(model, kv_cache),
+            ModelRunner(model, kv_cache, slots, max_seq_len=self._max_seq_len),
             self.stream,
             (self.stream.submit(step_buffers).result(), self.stream.submit(step_buffers).result()),
+            slots,
+            make_drafter(config.speculative_config, config.max_num_seqs, self._max_seq_len, device),
             zero_overhead_scheduling=config.zero_overhead_scheduling,
             post_process=self.post_process,
             plan_sampling=self._tracked.plan,
@@ -264,9 +272,13 @@ class LLMEngine:
         try:
             result = state.wait()
             # Where there was no token to sample the request is ended below, and none comes out.
-            token_ids = np.maximum(result.token_ids.numpy(), 0, dtype=np.int32, casting="same_kind")[:, None]
-            num_tokens = np.ones(len(token_ids), dtype=np.int32)
-            self.scheduler.process_outputs(batch, token_ids, num_tokens, logprobs=step_logprobs(result))
+            self.scheduler.process_outputs(
+                batch,
+                np.maximum(result.token_ids.numpy(), 0),
+                result.num_tokens.numpy(),
+                drafts=None if result.drafts is None else result.drafts.numpy(),
+                logprobs=step_logprobs(result),
+            )
         except torch.AcceleratorError as error:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
@@ -303,6 +315,8 @@ class LLMEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_draft_tokens=scheduler.num_accepted_draft_tokens,
             num_steps=self._num_steps,
         )
 

@@ -16,7 +16,7 @@ from deepinfer_backend.engine.beam_searches import BeamSearches
 from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestResult, request_failed
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
 from deepinfer_backend.errors import InvalidRequestError, step_failed_error
-from deepinfer_backend.worker.sampler import NO_TOKEN
+from deepinfer_backend.ops.verify_drafts import NO_TOKEN
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
 from deepinfer_backend.worker.sequence_state import Grammar, SequenceState, needs_state
 from deepinfer_backend.worker.sequence_states import SequenceStates
@@ -50,6 +50,7 @@ class TrackedRequests:
         self._vocab_size = vocab_size
         self._requests: dict[int, EngineRequest] = {}  # by sequence
         self._num_seqs: Counter[str] = Counter()  # by request id
+        self._drafts: dict[int, list[int]] = {}  # by sequence, for the tokens after those that are known
         self._failed_ids: set[str] = set()
         self._states = SequenceStates(vocab_size)
         self._beams = BeamSearches(scheduler, pool, self._states, self._add_fork, self._fail_without_token)
@@ -101,6 +102,7 @@ class TrackedRequests:
         freed = []
         for seq_id in seq_ids:
             request = self._requests.pop(seq_id)
+            self._drafts.pop(seq_id, None)
             self._num_seqs[request.request_id] -= 1
             if not self._num_seqs[request.request_id]:
                 del self._num_seqs[request.request_id]
@@ -108,20 +110,31 @@ class TrackedRequests:
                 freed.append(request)
         return freed
 
-    def plan(self, batch: SchedulerOutputs) -> SamplingPlan:
-        """What the step's rows ask for, all tokens up to the step before being known."""
-        rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
-        params_of = [self._requests[seq_id].sampling_params for seq_id in seq_ids.tolist()]
-        pairs = list(zip(rows.tolist(), seq_ids.tolist(), params_of, strict=True))
-        logprobs = [(row, params.logprobs) for row, _, params in pairs if params.logprobs is not None]
-        beams = [(row, num) for row, seq_id, _ in pairs if (num := self._beams.num_candidates(seq_id))]
+    def plan(self, batch: SchedulerOutputs, sample_start_loc: NDArray[np.int32]) -> SamplingPlan:
+        """What the step's rows of logits ask for, all tokens up to the step before being known.
+
+        sample_start_loc: [num_sampled + 1], where the rows of each sequence begin.
+        """
+        seq_ids = batch.tracked_seq_ids
+        first_rows, ends = sample_start_loc[batch.tracked_rows], sample_start_loc[batch.tracked_rows + 1]
+        spans = list(zip(first_rows.tolist(), ends.tolist(), seq_ids.tolist(), strict=True))
+        logprobs = [
+            (range(row, end), params.logprobs)
+            for row, end, seq_id in spans
+            if (params := self._requests[seq_id].sampling_params).logprobs is not None
+        ]
+        beams = [(row, num, seq_id) for row, _, seq_id in spans if (num := self._beams.num_candidates(seq_id))]
+        embeddings = [(row, seq_id) for row, _, seq_id in spans if self._requests[seq_id].embedding is not None]
+        drafts = [self._drafts.get(seq_id, [])[: end - row - 1] for row, end, seq_id in spans]
         return SamplingPlan(
-            edits=self._states.edits(rows, seq_ids),
-            logprob_rows=[row for row, _ in logprobs],
-            num_top_logprobs=max((num for _, num in logprobs), default=0),
-            candidate_rows=[row for row, _ in beams],
-            num_candidates=max((num for _, num in beams), default=0),
-            embedding_rows=[row for row, seq_id, _ in pairs if self._requests[seq_id].embedding is not None],
+            edits=self._states.edits(first_rows, seq_ids, drafts),
+            logprob_rows=[row for rows, _ in logprobs for row in rows],
+            num_top_logprobs=max((num or 0 for _, num in logprobs), default=0),
+            candidate_rows=[row for row, _, _ in beams],
+            candidate_seq_ids=[seq_id for _, _, seq_id in beams],
+            num_candidates=max((num for _, num, _ in beams), default=0),
+            embedding_rows=[row for row, _ in embeddings],
+            embedding_seq_ids=[seq_id for _, seq_id in embeddings],
             prompt_targets=[self._prompt_targets(*span) for span in batch.prompt_logits.tolist()],
         )
 
@@ -130,9 +143,9 @@ class TrackedRequests:
         for parent_id, child_id in self._scheduler.take_forks():
             self._add_fork(parent_id, child_id)
         self._take_prompt_logprobs(batch, result)
-        self._take_embeddings(batch, plan, result)
+        self._take_embeddings(plan, result)
         self._take_tokens(batch, result)
-        return self._take_candidates(batch, result)
+        return self._take_candidates(plan, result)
 
     def fail_step(self, batch: SchedulerOutputs) -> list[str]:
         """Ends the tracked requests of a step that `after_step` could not take; returns their ids."""
@@ -176,21 +189,23 @@ class TrackedRequests:
             if table is not None:
                 self._results.append(table)
 
-    def _take_embeddings(self, batch: SchedulerOutputs, plan: SamplingPlan, result: StepResult) -> None:
+    def _take_embeddings(self, plan: SamplingPlan, result: StepResult) -> None:
         if result.embeddings is None:
             return
-        seq_id_of = _seq_id_by_row(batch)
-        for row, values in zip(plan.embedding_rows, result.embeddings.numpy(), strict=True):
-            request = self._requests[seq_id_of[row]]
+        for seq_id, values in zip(plan.embedding_seq_ids, result.embeddings.numpy(), strict=True):
+            request = self._requests[seq_id]
             self._results.append(Embedding(request.request_id, values.tobytes(), client_index=request.client_index))
 
     def _take_tokens(self, batch: SchedulerOutputs, result: StepResult) -> None:
         rows, seq_ids = batch.tracked_rows, batch.tracked_seq_ids
-        token_ids = result.token_ids.numpy()[rows]
-        is_taken = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], bool)
-        without_token = seq_ids[is_taken & (token_ids == NO_TOKEN)].tolist()
-        is_taken &= token_ids != NO_TOKEN
-        failed = self._states.append(seq_ids, token_ids[:, None], is_taken.astype(np.int32))
+        token_ids, num_tokens = result.token_ids.numpy()[rows], result.num_tokens.numpy()[rows]
+        is_sampled = np.array([self._beams.num_candidates(seq_id) == 0 for seq_id in seq_ids.tolist()], bool)
+        has_token = token_ids[:, 0] != NO_TOKEN
+        without_token = seq_ids[is_sampled & ~has_token].tolist()
+        failed = self._states.append(seq_ids, token_ids, np.where(is_sampled & has_token, num_tokens, 0))
+        if result.drafts is not None:
+            for seq_id, drafts in zip(seq_ids.tolist(), result.drafts.numpy()[rows].tolist(), strict=True):
+                self._drafts[seq_id] = drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts
         for seq_id in [*failed, *without_token]:
             self._fail_without_token(seq_id)
 
@@ -206,17 +221,12 @@ class TrackedRequests:
         error = InvalidRequestError((state and state.failure_reason) or _no_token_left(request))
         self._results.append(request_failed(request, error))
 
-    def _take_candidates(self, batch: SchedulerOutputs, result: StepResult) -> list[Handles]:
+    def _take_candidates(self, plan: SamplingPlan, result: StepResult) -> list[Handles]:
         candidates = result.candidates
         if candidates is None:
             return []
-        seq_id_of = _seq_id_by_row(batch)
-        columns = zip(candidates.rows.tolist(), candidates.token_ids.numpy(), candidates.logprobs.numpy(), strict=True)
-        return [self._beams.offer(seq_id_of[row], token_ids, logprobs) for row, token_ids, logprobs in columns]
-
-
-def _seq_id_by_row(batch: SchedulerOutputs) -> dict[int, int]:
-    return dict(zip(batch.tracked_rows.tolist(), batch.tracked_seq_ids.tolist(), strict=True))
+        columns = zip(plan.candidate_seq_ids, candidates.token_ids.numpy(), candidates.logprobs.numpy(), strict=True)
+        return [self._beams.offer(seq_id, token_ids, logprobs) for seq_id, token_ids, logprobs in columns]
 
 
 def step_logprobs(result: StepResult) -> StepLogprobs | None:

@@ -32,7 +32,8 @@ def verify_drafts(
 
     Fills in token_ids [num_seqs, 1 + num_speculative_tokens] int32, the targets up to and including the first that
     differs from its draft, then NO_TOKEN, and how many they are, num_tokens [num_seqs] int32. A target that is NO_TOKEN
-    is the last one, and counts. The slot's last token goes into column 0 of next_tokens, and its number of tokens less
+    is the one token of a sequence that accepts no draft; one that does ends at its last accepted draft instead, and the
+    next step finds out again. The slot's last token goes into column 0 of next_tokens, and its number of tokens less
     one into num_accepted.
 
     Raises:
@@ -61,6 +62,7 @@ def verify_drafts_in_torch(
     is_draft = columns[1:] < sample_start_loc.diff()[:, None]
     is_accepted = (tokens[:, :-1] == next_tokens[slots, 1:]) & (tokens[:, :-1] != NO_TOKEN) & is_draft
     accepted = is_accepted.int().cumprod(dim=1).sum(dim=1)
+    accepted -= ((accepted > 0) & (tokens.gather(1, accepted[:, None]).squeeze(1) == NO_TOKEN)).long()
     token_ids.copy_(torch.where(columns <= accepted[:, None], tokens, NO_TOKEN))
     num_tokens.copy_(accepted + 1)
     next_tokens[slots, 0] = tokens.gather(1, accepted[:, None]).squeeze(1).int()

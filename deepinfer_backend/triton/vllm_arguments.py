@@ -33,7 +33,7 @@ _ONE_DEVICE = "one engine uses one device"
 _NO_REMOTE_CODE = "a model's own code is never run"
 _MODELS_OWN = "the model's own configuration counts"
 _QUANTIZED_AS_STORED = "the model's files say how its weights are quantized"
-_NO_DRAFTS = "speculative decoding is not supported yet"
+_NO_DRAFTS = "speculative_config says what proposes tokens"
 _NO_OFFLOADING = "weights and KV cache stay on the device"
 _NO_KV_TRANSFER = "engines do not exchange KV cache"
 _NO_HOOKS = "code of others is not loaded into the engine"
@@ -105,7 +105,6 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "scheduling_policy": Accepted(("fcfs", "priority"), "priority first, then the order of arrival"),
     "logprobs_mode": Accepted(("raw_logprobs",), "log-probabilities are those of the unedited logits"),
     "use_fp64_gumbel": Accepted((False,), "sampling computes in float32"),
-    "speculative_config": Accepted((), _NO_DRAFTS),
     "speculative_model": Accepted((), _NO_DRAFTS),
     "num_speculative_tokens": Accepted((0,), _NO_DRAFTS),
     "spec_method": Accepted((), _NO_DRAFTS),

@@ -9,9 +9,10 @@ import torch
 from deepinfer_backend._core import SchedulerOutputs
 from deepinfer_backend.models.interface import ForwardResult, Model
 from deepinfer_backend.models.lora import LoraStep
-from deepinfer_backend.ops.inflight_tokens import take_inflight_tokens
 from deepinfer_backend.ops.paged_attention import AttentionStep
+from deepinfer_backend.ops.step_inputs import StepInputs, resolve_step_inputs
 from deepinfer_backend.worker.kv_cache import KVCache
+from deepinfer_backend.worker.slot_state import SlotState
 from deepinfer_backend.worker.step_buffers import StepBuffers, StepTensors
 
 
@@ -24,6 +25,7 @@ class ForwardInputs:
 
     buffers: StepBuffers
     tensors: StepTensors
+    step: StepInputs
     attention: AttentionStep
     has_logits: bool
     block_copies: torch.Tensor | None
@@ -33,9 +35,12 @@ class ForwardInputs:
 class ModelRunner:
     """Runs a model over the paged cache: `forward` on the device's stream."""
 
-    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, slots: SlotState, *, max_seq_len: int) -> None:
+        """max_seq_len: the most tokens of a sequence."""
         self._model = model
         self._kv_cache = kv_cache
+        self._slots = slots
+        self._max_seq_len = max_seq_len
         model.use_caches(kv_cache.layers)
 
     def prepare(self, batch: SchedulerOutputs, buffers: StepBuffers, lora: LoraStep | None) -> ForwardInputs:
@@ -53,24 +58,38 @@ class ModelRunner:
         return ForwardInputs(
             buffers,
             tensors,
+            StepInputs(
+                token_ids=tensors.token_ids,
+                positions=tensors.positions,
+                slot_mapping=tensors.slot_mapping,
+                seq_lens=tensors.seq_lens,
+                token_sources=tensors.token_sources,
+                advance_slots=tensors.advance_slots,
+                query_start_loc=tensors.query_start_loc,
+                block_tables=tensors.block_tables,
+            ),
             attention,
             has_logits=batch.num_sampled + batch.num_prompt_logits > 0,
             block_copies=torch.from_numpy(block_copies.copy()) if len(block_copies) else None,
             lora=lora,
         )
 
-    def forward(self, inputs: ForwardInputs, inflight_tokens: torch.Tensor | None) -> ForwardResult | None:
+    def forward(self, inputs: ForwardInputs) -> ForwardResult | None:
         """What the rows that sample and the prompt tokens that want logits give; None when there is neither.
 
-        inflight_tokens: [num_rows] int64, what the previous step sampled, as the device knows it; the inputs that the
-        host has not seen yet come from there.
+        The inputs that the host has not seen yet come from the slots.
         """
         if inputs.block_copies is not None:
             self._kv_cache.copy_blocks(inputs.block_copies)
         inputs.buffers.upload()
         tensors = inputs.tensors
-        if inflight_tokens is not None:
-            take_inflight_tokens(tensors.token_ids, tensors.inflight_rows, inflight_tokens)
+        resolve_step_inputs(
+            inputs.step,
+            self._slots.next_tokens,
+            self._slots.num_accepted,
+            block_size=self._kv_cache.block_size,
+            max_seq_len=self._max_seq_len,
+        )
         self._model.lora.set_step(inputs.lora)
         result = self._model.forward(tensors.token_ids, tensors.positions, inputs.attention, tensors.logits_indices)
         return result if inputs.has_logits else None

@@ -10,20 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer_backend.ops.verify_drafts import NO_TOKEN
 from deepinfer_backend.worker.logit_edits import LogitEdits
 from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
 from deepinfer_backend.worker.random_draw import SamplingRows, least_kept, quotients, sample_tokens
 from deepinfer_backend.worker.top_tokens import top_tokens
-
-NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each row of a step's logits is sampled; all tensors on the device.
 
-    token_ids: [num_rows] int64, where the sampled tokens go. banned_rows, banned_token_ids: [num_banned] int64, what
-    must not be sampled.
+    token_ids: [num_rows] int64, where the sampled tokens go. banned_rows, banned_token_ids, banned_until: [num_banned]
+    int64, what must not be sampled while row_output_indices [num_rows] int64 is below that.
 
     logprob_rows: [m] int64 rows that ask for log-probabilities, and the most likeliest tokens that one of them asks
     for. candidate_rows: [b] int64 rows of beam search, and how many candidates each gets.
@@ -33,6 +32,8 @@ class SamplingBatch:
     token_ids: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
+    banned_until: torch.Tensor
+    row_output_indices: torch.Tensor
     edits: LogitEdits | None = None
     logprob_rows: torch.Tensor | None = None
     num_top_logprobs: int = 0
@@ -110,7 +111,9 @@ def processed_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
 
 def _edit(logits: torch.Tensor, batch: SamplingBatch) -> None:
     if len(batch.banned_rows):
-        logits[batch.banned_rows, batch.banned_token_ids] = -torch.inf
+        places = (batch.banned_rows, batch.banned_token_ids)
+        is_banned = batch.row_output_indices[batch.banned_rows] < batch.banned_until
+        logits[places] = torch.where(is_banned, -torch.inf, logits[places])
     if batch.edits is not None:
         batch.edits.apply(logits)
 

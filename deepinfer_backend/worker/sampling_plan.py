@@ -25,18 +25,21 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Rows are sampled rows, ascending. Nothing of it costs anything where it is empty.
+    """Rows are those of logits that sample, ascending. Nothing of it costs anything where it is empty.
 
     logprob_rows want log-probabilities and at most `num_top_logprobs` of the likeliest tokens. candidate_rows are
-    beams. embedding_rows want the model's last hidden state. prompt_targets: one for each span of `prompt_logits`.
+    beams, and candidate_seq_ids their sequences; embedding_rows and embedding_seq_ids want the model's last hidden
+    state. prompt_targets: one for each span of `prompt_logits`.
     """
 
     edits: LogitEdits | None = None
     logprob_rows: Sequence[int] = ()
     num_top_logprobs: int = 0
     candidate_rows: Sequence[int] = ()
+    candidate_seq_ids: Sequence[int] = ()
     num_candidates: int = 0
     embedding_rows: Sequence[int] = ()
+    embedding_seq_ids: Sequence[int] = ()
     prompt_targets: Sequence[PromptTargets] = ()
 
 
@@ -44,11 +47,15 @@ class SamplingPlan:
 class StepResult:
     """What one step gives, in the host's memory; valid once the device has passed the step.
 
-    token_ids: [num_sampled] int64. embeddings: [num_embedding_rows, hidden_size] float32. prompt_logprobs: one for each
-    span of the plan.
+    token_ids: [num_sampled, 1 + num_speculative_tokens] int32, of which the first num_tokens [num_sampled] int32 are
+    new; drafts: [num_sampled, num_speculative_tokens] int32, what was proposed for the tokens after these, NO_TOKEN
+    where nothing was; None without a drafter. embeddings: [num_embedding_rows, hidden_size] float32. prompt_logprobs:
+    one for each span of the plan.
     """
 
     token_ids: torch.Tensor
+    num_tokens: torch.Tensor
+    drafts: torch.Tensor | None = None
     logprobs: RowLogprobs | None = None
     candidates: BeamCandidates | None = None
     embeddings: torch.Tensor | None = None
@@ -56,7 +63,7 @@ class StepResult:
 
 
 NO_PLAN = SamplingPlan()
-EMPTY_RESULT = StepResult(torch.empty(0, dtype=torch.int64))
+EMPTY_RESULT = StepResult(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
 
 
 def row_tensor(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """The packed arrays of one step: one host buffer that the scheduler writes, one copy of it to the device.
 
-And where the device puts the step's tokens, so that a decode step allocates nothing.
+And where the device puts what it makes of them, so that a decode step allocates nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from deepinfer_backend._core import SchedulerOutputs, StepArrays
 _ALIGNMENT_BYTES = 64
 MAX_EXTRA_LOGITS = 256
 """Rows of logits of one step beyond one a sequence, of prompt tokens or drafts: as float32 of 256k tokens 256 MiB."""
-MAX_BANNED_PER_SEQ = 128
-"""End and stop tokens that `min_tokens` may hold back per sequence: 64 stop token ids and the model's own."""
+MAX_BANNED_PER_ROW = 128
+"""End and stop tokens that `min_tokens` may hold back in a row of logits: 64 stop token ids and the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Device views of a step's arrays, shapes as in `_core.StepArrays`, and of its sampled tokens, [S] int64."""
+    """Device views of a step's arrays, shapes as in `_core.StepArrays`, and of what only the device knows.
+
+    row_output_indices, uniforms: [L] int64 and float64, which output each row of logits samples, and the random number
+    that does it; targets: [L] int64, what it sampled. sampled_token_ids: [S, 1 + num_speculative_tokens] int32, what
+    each sequence gets of that, and num_sampled_tokens, [S] int32, how many they are.
+    """
 
     token_ids: torch.Tensor
     token_sources: torch.Tensor
-    inflight_rows: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
@@ -42,29 +46,37 @@ class StepTensors:
     min_p: torch.Tensor
     seeds: torch.Tensor
     output_indices: torch.Tensor
-    uniforms: torch.Tensor
     banned_rows: torch.Tensor
     banned_token_ids: torch.Tensor
     banned_until: torch.Tensor
+    row_output_indices: torch.Tensor
+    uniforms: torch.Tensor
+    targets: torch.Tensor
     sampled_token_ids: torch.Tensor
+    num_sampled_tokens: torch.Tensor
 
 
 class StepBuffers:
     """Owns one host buffer and, on CUDA, its device twin; allocated once.
 
-    `arrays` is what the scheduler writes into, and `query_start_loc` one of them; `views` what a kernel reads after
-    `upload()`. On CPU both are one memory.
+    `arrays` is what the scheduler writes into, `query_start_loc` and `sample_start_loc` two of them; `views` what a
+    kernel reads after `upload()`. On CPU both are one memory.
     """
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        num_speculative_tokens: int,
+        device: torch.device,
     ) -> None:
         tokens, seqs, logits = (max_num_tokens,), (max_num_seqs,), (max_num_seqs + MAX_EXTRA_LOGITS,)
-        banned = (max_num_seqs * MAX_BANNED_PER_SEQ,)
+        banned = ((max_num_seqs + (MAX_EXTRA_LOGITS if num_speculative_tokens else 0)) * MAX_BANNED_PER_ROW,)
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, tokens),
             "token_sources": (torch.int32, tokens),
-            "inflight_rows": (torch.int32, tokens),
             "positions": (torch.int64, tokens),
             "slot_mapping": (torch.int64, tokens),
             "query_start_loc": (torch.int32, (max_num_seqs + 1,)),
@@ -80,7 +92,6 @@ class StepBuffers:
             "min_p": (torch.float32, logits),
             "seeds": (torch.int64, seqs),
             "output_indices": (torch.int64, seqs),
-            "uniforms": (torch.float64, logits),
             "banned_rows": (torch.int64, banned),
             "banned_token_ids": (torch.int64, banned),
             "banned_until": (torch.int64, banned),
@@ -99,11 +110,17 @@ class StepBuffers:
             return result
 
         self._whole = StepTensors(
-            **views(self._device), sampled_token_ids=torch.zeros(seqs, dtype=torch.int64, device=device)
+            **views(self._device),
+            row_output_indices=torch.zeros(logits, dtype=torch.int64, device=device),
+            uniforms=torch.zeros(logits, dtype=torch.float64, device=device),
+            targets=torch.zeros(logits, dtype=torch.int64, device=device),
+            sampled_token_ids=torch.zeros((max_num_seqs, 1 + num_speculative_tokens), dtype=torch.int32, device=device),
+            num_sampled_tokens=torch.zeros(seqs, dtype=torch.int32, device=device),
         )
         arrays = {name: tensor.numpy() for name, tensor in views(self._host).items()}
         self.arrays = StepArrays(**arrays)
         self.query_start_loc: NDArray[np.int32] = arrays["query_start_loc"]
+        self.sample_start_loc: NDArray[np.int32] = arrays["sample_start_loc"]
         self._sizes: tuple[int, ...] = ()
         self._views = self._whole
 
@@ -112,9 +129,16 @@ class StepBuffers:
 
         Of logits_indices at least one. Does not wait for the device.
         """
-        num_sampled = batch.num_sampled
-        num_logits = max(1, num_sampled + batch.num_prompt_logits)
-        sizes = (batch.num_tokens, batch.num_seqs, num_sampled, num_logits, batch.num_banned, batch.max_num_blocks)
+        num_rows = batch.num_sampled_rows
+        sizes = (
+            batch.num_tokens,
+            batch.num_seqs,
+            batch.num_sampled,
+            num_rows,
+            max(1, num_rows + batch.num_prompt_logits),
+            batch.num_banned,
+            batch.max_num_blocks,
+        )
         if sizes != self._sizes:
             self._views, self._sizes = self._cut(*sizes), sizes
         return self._views
@@ -125,13 +149,19 @@ class StepBuffers:
             self._device.copy_(self._host, non_blocking=True)
 
     def _cut(
-        self, num_tokens: int, num_seqs: int, num_sampled: int, num_logits: int, num_banned: int, max_num_blocks: int
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        num_sampled: int,
+        num_rows: int,
+        num_logits: int,
+        num_banned: int,
+        max_num_blocks: int,
     ) -> StepTensors:
         whole = self._whole
         return StepTensors(
             token_ids=whole.token_ids[:num_tokens],
             token_sources=whole.token_sources[:num_tokens],
-            inflight_rows=whole.inflight_rows[:num_tokens],
             positions=whole.positions[:num_tokens],
             slot_mapping=whole.slot_mapping[:num_tokens],
             query_start_loc=whole.query_start_loc[: num_seqs + 1],
@@ -141,15 +171,18 @@ class StepBuffers:
             logits_indices=whole.logits_indices[:num_logits],
             sample_start_loc=whole.sample_start_loc[: num_sampled + 1],
             sample_slots=whole.sample_slots[:num_sampled],
-            temperature=whole.temperature[:num_sampled],
-            top_k=whole.top_k[:num_sampled],
-            top_p=whole.top_p[:num_sampled],
-            min_p=whole.min_p[:num_sampled],
+            temperature=whole.temperature[:num_rows],
+            top_k=whole.top_k[:num_rows],
+            top_p=whole.top_p[:num_rows],
+            min_p=whole.min_p[:num_rows],
             seeds=whole.seeds[:num_sampled],
             output_indices=whole.output_indices[:num_sampled],
-            uniforms=whole.uniforms[:num_sampled],
             banned_rows=whole.banned_rows[:num_banned],
             banned_token_ids=whole.banned_token_ids[:num_banned],
             banned_until=whole.banned_until[:num_banned],
+            row_output_indices=whole.row_output_indices[:num_rows],
+            uniforms=whole.uniforms[:num_rows],
+            targets=whole.targets[:num_rows],
             sampled_token_ids=whole.sampled_token_ids[:num_sampled],
+            num_sampled_tokens=whole.num_sampled_tokens[:num_sampled],
         )

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from deepinfer_backend._core import SchedulerOutputs
 from deepinfer_backend.models.interface import ForwardResult
 from deepinfer_backend.models.lora import plan_lora
+from deepinfer_backend.ops.uniforms import SampledRows, uniforms_of
+from deepinfer_backend.ops.verify_drafts import verify_drafts
+from deepinfer_backend.speculation.drafter import Drafter, SampledTokens
 from deepinfer_backend.worker.device import DeviceStream, Pending, device_to_host, host_to_device
 from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
 from deepinfer_backend.worker.model_runner import ModelRunner
@@ -27,19 +30,12 @@ from deepinfer_backend.worker.sampling_plan import (
     logprobs_to_host,
     row_tensor,
 )
-from deepinfer_backend.worker.step_buffers import StepBuffers
+from deepinfer_backend.worker.slot_state import SlotState
+from deepinfer_backend.worker.step_buffers import StepBuffers, StepTensors
 from deepinfer_backend.worker.timers import StepTimers
 
 Handles = NDArray[np.uint64]
 NO_HANDLES: Handles = np.empty(0, dtype=np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledStep:
-    """What a step sampled: on the device, where the next step takes its inputs, and what the host gets of it."""
-
-    token_ids: torch.Tensor  # [num_sampled] int64, on the device
-    result: StepResult
 
 
 @dataclass(slots=True)
@@ -50,13 +46,12 @@ class StepState:
     buffers: StepBuffers
     forward: Pending[ForwardResult | None]
     plan: SamplingPlan = NO_PLAN
-    sampled: Pending[SampledStep | None] | None = None
+    sampled: Pending[StepResult | None] | None = None
 
     def wait(self) -> StepResult:
         """Waits for the device; raises what the step raised there."""
         assert self.sampled is not None
-        sampled = self.sampled.result()
-        return EMPTY_RESULT if sampled is None else sampled.result
+        return self.sampled.result() or EMPTY_RESULT
 
 
 class Worker:
@@ -70,8 +65,9 @@ class Worker:
     Owned by the thread that steps the engine.
 
     post_process(state) → handles: called once per launched step, in order, after it is certain to be computed or when
-    waiting for it raises. plan_sampling(batch): called when the previous step was post-processed, for a step with
-    tracked rows or prompt logits. pre_sampler_sync(): called once per round while the device samples.
+    waiting for it raises. plan_sampling(batch, sample_start_loc): called when the previous step was post-processed, for
+    a step with tracked rows or prompt logits; [num_sampled + 1], where each sequence's rows of logits begin.
+    pre_sampler_sync(): called once per round while the device samples.
     """
 
     def __init__(
@@ -79,10 +75,12 @@ class Worker:
         runner: ModelRunner,
         stream: DeviceStream,
         buffers: tuple[StepBuffers, StepBuffers],
+        slots: SlotState,
+        drafter: Drafter | None,
         *,
         zero_overhead_scheduling: bool,
         post_process: Callable[[StepState], Handles],
-        plan_sampling: Callable[[SchedulerOutputs], SamplingPlan],
+        plan_sampling: Callable[[SchedulerOutputs, NDArray[np.int32]], SamplingPlan],
         pre_sampler_sync: Callable[[], None],
         timers: StepTimers,
     ) -> None:
@@ -90,6 +88,8 @@ class Worker:
         self._runner = runner
         self._stream = stream
         self._free_buffers, self._used_buffers = buffers
+        self._slots = slots
+        self._drafter = drafter
         self._zero_overhead_scheduling = zero_overhead_scheduling
         self._post_process = post_process
         self._plan_sampling = plan_sampling
@@ -142,16 +142,9 @@ class Worker:
         if batch.any_lora:
             lora = plan_lora(batch.lora_ids, buffers.query_start_loc[: batch.num_seqs + 1], self._stream.device)
         inputs = self._runner.prepare(batch, buffers, lora)
-        previous = self.prev_step_state
-
-        def launch() -> ForwardResult | None:
-            # If that step failed its sequences end, and what this one computes for them is dropped; the others need
-            # nothing of it.
-            inflight = previous.sampled.on_stream_or_none() if previous and previous.sampled else None
-            token_ids = None if inflight is None else inflight.token_ids
-            return self._runner.forward(inputs, token_ids)
-
-        return self._stream.submit(launch)
+        # If the step before failed its sequences end, and what this one computes for them from what their slots had
+        # before is dropped; the others need nothing of it.
+        return self._stream.submit(lambda: self._runner.forward(inputs))
 
     def _sample(self, state: StepState) -> None:
         try:
@@ -167,34 +160,69 @@ class Worker:
 
         return self._stream.submit(fail)
 
-    def _launch_sample(self, state: StepState) -> Pending[SampledStep | None]:
+    def _launch_sample(self, state: StepState) -> Pending[StepResult | None]:
         batch = state.batch
         if len(batch.tracked_rows) or batch.num_prompt_logits:
-            state.plan = self._plan_sampling(batch)
-        plan, device, num_sampled = state.plan, self._stream.device, batch.num_sampled
-        sampling = _sampling_batch(batch, state.buffers, plan, device)
+            state.plan = self._plan_sampling(batch, state.buffers.sample_start_loc[: batch.num_sampled + 1])
+        plan, device, num_rows = state.plan, self._stream.device, batch.num_sampled_rows
+        tensors = state.buffers.views(batch)
+        sampled_rows = SampledRows(
+            tensors.seeds, tensors.output_indices, tensors.advance_slots[: batch.num_sampled], tensors.sample_start_loc
+        )
+        needs_output_indices = not batch.all_greedy or batch.num_banned > 0
+        new_slots = [(slot, torch.from_numpy(token_ids)) for slot, token_ids in batch.new_slots]
+        sampling = _sampling_batch(batch, tensors, plan, device)
         embedding_rows = row_tensor(plan.embedding_rows, device)
         targets = [host_to_device(torch.from_numpy(target.token_ids), device) for target in plan.prompt_targets]
 
-        def launch() -> SampledStep | None:
+        def launch() -> StepResult | None:
             forward = state.forward.on_stream()
             if forward is None:
                 return None
-            prompt_logprobs = _prompt_logprobs(forward.logits[num_sampled:], plan, targets) if targets else []
+            prompt_logprobs = _prompt_logprobs(forward.logits[num_rows:], plan, targets) if targets else []
             embeddings = None
             if embedding_rows is not None:
                 embeddings = device_to_host(forward.hidden_states[embedding_rows].float())
-            sampled = sample_batch(forward.logits[:num_sampled], sampling)
-            result = StepResult(
-                token_ids=device_to_host(sampled.token_ids),
+            if needs_output_indices:
+                uniforms_of(sampled_rows, self._slots.num_accepted, tensors.uniforms, tensors.row_output_indices)
+            sampled = sample_batch(forward.logits[:num_rows], sampling)
+            drafts = self._verify_and_propose(tensors, new_slots)
+            return StepResult(
+                token_ids=device_to_host(tensors.sampled_token_ids),
+                num_tokens=device_to_host(tensors.num_sampled_tokens),
+                drafts=None if drafts is None else device_to_host(drafts),
                 logprobs=None if sampled.logprobs is None else logprobs_to_host(sampled.logprobs),
                 candidates=None if sampled.candidates is None else candidates_to_host(sampled.candidates),
                 embeddings=embeddings,
                 prompt_logprobs=prompt_logprobs,
             )
-            return SampledStep(sampled.token_ids, result)
 
         return self._stream.submit(launch)
+
+    def _verify_and_propose(
+        self, tensors: StepTensors, new_slots: list[tuple[int, torch.Tensor]]
+    ) -> torch.Tensor | None:
+        """Of the targets what each sequence gets; the drafts for the tokens after these, if there is a drafter.
+
+        [num_sampled, num_speculative_tokens] int32. On the device's stream.
+        """
+        slots = self._slots
+        verify_drafts(
+            tensors.targets,
+            tensors.sample_start_loc,
+            tensors.sample_slots,
+            slots.next_tokens,
+            slots.num_accepted,
+            tensors.sampled_token_ids,
+            tensors.num_sampled_tokens,
+        )
+        if self._drafter is None:
+            return None
+        for slot, token_ids in new_slots:
+            self._drafter.begin(slot, token_ids)
+        sampled = SampledTokens(tensors.sample_slots, tensors.sampled_token_ids, tensors.num_sampled_tokens)
+        self._drafter.propose(sampled, slots)
+        return slots.next_tokens[tensors.sample_slots.long(), 1:]
 
 
 def _prompt_logprobs(logits: torch.Tensor, plan: SamplingPlan, targets: list[torch.Tensor]) -> list[RowLogprobs]:
@@ -207,9 +235,8 @@ def _prompt_logprobs(logits: torch.Tensor, plan: SamplingPlan, targets: list[tor
 
 
 def _sampling_batch(
-    batch: SchedulerOutputs, buffers: StepBuffers, plan: SamplingPlan, device: torch.device
+    batch: SchedulerOutputs, tensors: StepTensors, plan: SamplingPlan, device: torch.device
 ) -> SamplingBatch:
-    tensors = buffers.views(batch)
     return SamplingBatch(
         rows=SamplingRows(
             temperature=tensors.temperature,
@@ -222,9 +249,11 @@ def _sampling_batch(
             any_top_p=batch.any_top_p,
             max_top_k=batch.max_top_k,
         ),
-        token_ids=tensors.sampled_token_ids,
+        token_ids=tensors.targets,
         banned_rows=tensors.banned_rows,
         banned_token_ids=tensors.banned_token_ids,
+        banned_until=tensors.banned_until,
+        row_output_indices=tensors.row_output_indices,
         edits=plan.edits,
         logprob_rows=row_tensor(plan.logprob_rows, device),
         num_top_logprobs=plan.num_top_logprobs,

@@ -53,7 +53,6 @@ def make_arrays(
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "token_ids": (np.int64, (max_tokens,)),
         "token_sources": (np.int32, (max_tokens,)),
-        "inflight_rows": (np.int32, (max_tokens,)),
         "positions": (np.int64, (max_tokens,)),
         "slot_mapping": (np.int64, (max_tokens,)),
         "query_start_loc": (np.int32, (max_seqs + 1,)),
@@ -69,7 +68,6 @@ def make_arrays(
         "min_p": (np.float32, (max_logits,)),
         "seeds": (np.int64, (max_seqs,)),
         "output_indices": (np.int64, (max_seqs,)),
-        "uniforms": (np.float64, (max_logits,)),
         "banned_rows": (np.int64, (max_banned,)),
         "banned_token_ids": (np.int64, (max_banned,)),
         "banned_until": (np.int64, (max_banned,)),
@@ -201,9 +199,6 @@ class FakeDevice:
             token, source = int(token_ids[token_index]), int(sources[token_index])
             if source >= 0:
                 assert source % self._width > 0 or previous is not None, "an input from a step that is not in flight"
-                if self._width == 1 and previous is not None:
-                    in_flight = previous.sampled[self._arrays["inflight_rows"][token_index]]
-                    assert in_flight.tokens == [self._next_tokens.flat[source]]
                 token = max(0, int(self._next_tokens.flat[source]))
             assert token == text[position]
             slot = self._own_slot(index, position)

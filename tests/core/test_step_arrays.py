@@ -23,7 +23,6 @@ def wrong_arrays() -> list[tuple[str, Any]]:
         ("block_tables", np.zeros((5, 4), np.int32).T),
         ("advance_slots", np.zeros(3, np.int32)),
         ("token_sources", np.zeros(4, np.int32)),
-        ("uniforms", np.zeros(4, np.float64)),
         ("sample_start_loc", np.zeros(4, np.int32)),
         ("seeds", np.zeros(4, np.uint64)),
         ("min_p", np.zeros(4, np.float32)),
@@ -105,25 +104,3 @@ def test_what_no_row_uses_is_not_announced() -> None:
     _, batch = driver.scheduler.schedule(driver.metadata_pool)
     assert (batch.max_top_k, batch.any_top_p, batch.any_min_p, batch.any_lora) == (0, False, False, False)
     assert (batch.tracked_rows.tolist(), batch.prompt_logits.shape) == ([], (0, 3))
-
-
-def test_uniforms_of_neighbouring_seeds_and_positions_are_spread_evenly() -> None:
-    driver = SchedulerDriver(max_num_seqs=64, num_blocks=1024, max_num_batched_tokens=64)
-    for seed in range(64):
-        options = SamplingOptions(max_tokens=40, temperature=1.0, seed=seed)
-        driver.scheduler.add_seq(f"{seed}", np.array([2], np.int32), options)
-    arrays = make_arrays(64, 64, 16)
-    step_arrays, uniforms = StepArrays(**arrays), []
-    while driver.scheduler.has_unfinished_seqs():
-        _, batch = driver.scheduler.schedule(driver.metadata_pool)
-        batch.write(step_arrays)
-        uniforms.append(arrays["uniforms"][:64].copy())
-        driver.scheduler.process_outputs(batch, np.full((64, 1), 5, np.int32), np.ones(64, np.int32))
-        driver.output_pool.release(driver.scheduler.build_request_outputs(batch, driver.output_pool))
-    table = np.array(uniforms)  # [output index, seed]
-    assert len(np.unique(table)) == table.size == 40 * 64
-    assert abs(table.mean() - 0.5) < 0.02
-    histogram = np.histogram(table, bins=10, range=(0, 1))[0] / table.size
-    assert abs(histogram - 0.1).max() < 0.03
-    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.06
-    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.06

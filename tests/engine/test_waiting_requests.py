@@ -89,7 +89,7 @@ def assert_expired(driver: EngineDriver, request_id: str, seconds: str) -> None:
 def test_a_request_that_no_step_has_begun_fails_when_its_queue_timeout_has_passed(model_path: Path) -> None:
     """One place: the first runs, the second waits in the scheduler; who began in time goes on to the end."""
     with EngineDriver(model_path, max_num_seqs=1) as driver:
-        driver.add(request("runs", max_tokens=500, queue_timeout_s=0.05))
+        driver.add(request("runs", max_tokens=1900, queue_timeout_s=0.05))
         driver.round()
         started_s = time.monotonic()
         driver.add(request("waits", queue_timeout_s=0.2))

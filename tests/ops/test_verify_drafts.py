@@ -24,10 +24,12 @@ def int64(values: list[int]) -> torch.Tensor:
 
 
 def tokens_by_definition(targets: list[int], drafts: list[int]) -> list[int]:
+    tokens = targets
     for i, (target, draft) in enumerate(zip(targets, drafts, strict=False)):
         if target == NO_TOKEN or target != draft:
-            return targets[: i + 1]
-    return targets
+            tokens = targets[: i + 1]
+            break
+    return tokens[:-1] if len(tokens) > 1 and tokens[-1] == NO_TOKEN else tokens
 
 
 @implementations

@@ -72,7 +72,7 @@ def test_no_name_has_two_meanings() -> None:
         ("quantization", "fp8", "quantization is 'fp8': must be"),
         ("trust_remote_code", True, "trust_remote_code is True: must be false (a model's own code is never run)"),
         ("trust_remote_code", "true", "trust_remote_code is 'true': must be false"),
-        ("speculative_config", {"method": "ngram"}, "must be left out (speculative decoding is not supported yet)"),
+        ("speculative_model", "[ngram]", "must be left out (speculative_config says what proposes tokens)"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill is False: must be true"),
         ("scheduling_policy", "lifo", 'scheduling_policy is \'lifo\': must be "fcfs" or "priority"'),
         ("enable_lora", "maybe", "enable_lora is 'maybe': must be true or false"),

@@ -112,6 +112,8 @@ def batch_of(
         token_ids=torch.empty(len(cases), dtype=torch.int64),
         banned_rows=torch.tensor(banned, dtype=torch.int64),
         banned_token_ids=torch.full((len(banned),), EOS_TOKEN_ID),
+        banned_until=torch.ones(len(banned), dtype=torch.int64),
+        row_output_indices=torch.zeros(len(cases), dtype=torch.int64),
         edits=edits_of(cases),
         **options,
     )

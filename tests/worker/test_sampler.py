@@ -10,8 +10,9 @@ import pytest
 import scipy.stats
 import torch
 
+from deepinfer_backend.ops.verify_drafts import NO_TOKEN
 from deepinfer_backend.sampling_params import SamplingParams
-from deepinfer_backend.worker.sampler import NO_TOKEN, SampledBatch, SamplingBatch, processed_logits, sample_batch
+from deepinfer_backend.worker.sampler import SampledBatch, SamplingBatch, processed_logits, sample_batch
 from tests.worker.sampling_cases import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
