@@ -22,10 +22,10 @@ from benchmarks.step_cost import Cost
 from deepinfer_backend.models.gguf_weights import GgufWeights
 from deepinfer_backend.models.llama_family import DecoderSpec, decoder_spec
 from deepinfer_backend.models.loader import load_config
-from deepinfer_backend.models.native_model import NativeModel
+from deepinfer_backend.models.native_model import NativeModel, pack_linear
 from deepinfer_backend.models.safetensors_weights import SafetensorsWeights
 from deepinfer_backend.models.weights import GroupedMatrix, WeightSource
-from deepinfer_backend.ops.kernels import PackedLinear, kernels
+from deepinfer_backend.ops.kernels import kernels
 from deepinfer_backend.ops.paged_attention import AttentionStep
 from deepinfer_backend.worker.kv_cache import KVCache
 
@@ -76,7 +76,11 @@ class StepOperators:
 
     def __init__(self, spec: DecoderSpec, source: WeightSource, dtype: torch.dtype) -> None:
         def packed(*modules: str) -> Any:
-            return _pack([source.matrix(f"{module}.weight") for module in modules], dtype)
+            matrices = [source.matrix(f"{module}.weight") for module in modules]
+            return pack_linear(
+                [each if isinstance(each, GroupedMatrix) else each.to(dtype).contiguous() for each in matrices],
+                [None] * len(matrices),
+            )
 
         def vector(module: str) -> torch.Tensor:
             return source.tensor(f"{module}.weight").float().contiguous()
@@ -237,20 +241,6 @@ def _open_weights(weights: Weights) -> WeightSource:
     if weights in ("8-bit", "4-bit"):
         return GgufWeights(gguf_file("Q8_0") if weights == "8-bit" else bundled_gguf())
     return SafetensorsWeights(float_folder())
-
-
-def _pack(matrices: Sequence[torch.Tensor | GroupedMatrix], dtype: torch.dtype) -> Any:
-    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-    no_biases = [None] * len(matrices)
-    if not grouped:
-        return PackedLinear([matrix.to(dtype).contiguous() for matrix in matrices], no_biases)  # type: ignore[union-attr]
-    return PackedLinear.from_groups(
-        grouped[0].bits,
-        [matrix.codes for matrix in grouped],
-        [matrix.scales for matrix in grouped],
-        [matrix.offsets for matrix in grouped],
-        no_biases,
-    )
 
 
 def _call_s() -> float:

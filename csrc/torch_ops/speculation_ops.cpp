@@ -5,6 +5,7 @@
 #include "kernels/cpu/ngram_lookup.hpp"
 #include "kernels/step_inputs.hpp"
 #include "kernels/verify_drafts.hpp"
+#include "torch_ops/tensor_checks.hpp"
 
 namespace deepinfer {
 
@@ -12,15 +13,9 @@ namespace {
 
 using at::Tensor;
 
-void check(const char* name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(
-      tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous() && tensor.device().is_cpu(),
-      name, " is ", tensor.toString(), " ", tensor.sizes(), ": must be contiguous ", dtype, " ", shape, " on the CPU");
-}
-
 // The elements of a vector that are indices below `limit`; where `may_lack` is set, one below 0 is none.
 const int32_t* indices(const char* name, const Tensor& tensor, int64_t size, int64_t limit, bool may_lack) {
-  check(name, tensor, at::kInt, {size});
+  check_tensor(name, tensor, at::kInt, {size});
   const int32_t* data = tensor.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < size; ++i) {
     TORCH_CHECK_VALUE(data[i] < limit && (may_lack || data[i] >= 0), name, "[", i, "] is ", data[i], ": must be ",
@@ -32,7 +27,7 @@ const int32_t* indices(const char* name, const Tensor& tensor, int64_t size, int
 // Where the rows of each of num_seqs sequences begin: num_rows in all, `least` to `most` of each.
 const int32_t* start_loc(const char* name, const Tensor& tensor, int64_t num_seqs, int64_t num_rows, int64_t least,
                          int64_t most) {
-  check(name, tensor, at::kInt, {num_seqs + 1});
+  check_tensor(name, tensor, at::kInt, {num_seqs + 1});
   const int32_t* data = tensor.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(data[0] == 0 && data[num_seqs] == num_rows, name, " is ", data[0], " to ", data[num_seqs],
                     ": must be 0 to ", num_rows);
@@ -48,13 +43,13 @@ const int32_t* start_loc(const char* name, const Tensor& tensor, int64_t num_seq
 void check_next_tokens(const Tensor& next_tokens) {
   TORCH_CHECK_VALUE(next_tokens.dim() == 2 && next_tokens.size(1) >= 1, "next_tokens is ", next_tokens.sizes(),
                     ": must be [num_slots, 1 + num_speculative_tokens]");
-  check("next_tokens", next_tokens, at::kInt, next_tokens.sizes());
+  check_tensor("next_tokens", next_tokens, at::kInt, next_tokens.sizes());
 }
 
 void check_history(const Tensor& history, const Tensor& history_lens) {
   TORCH_CHECK_VALUE(history.dim() == 2, "history is ", history.sizes(), ": must be [num_slots, max_seq_len]");
-  check("history", history, at::kInt, history.sizes());
-  check("history_lens", history_lens, at::kInt, {history.size(0)});
+  check_tensor("history", history, at::kInt, history.sizes());
+  check_tensor("history_lens", history_lens, at::kInt, {history.size(0)});
   const int32_t* lens = history_lens.const_data_ptr<int32_t>();
   for (int64_t slot = 0; slot < history.size(0); ++slot) {
     TORCH_CHECK_VALUE(lens[slot] >= 0 && lens[slot] <= history.size(1), "history_lens[", slot, "] is ", lens[slot],
@@ -67,12 +62,12 @@ void resolve_step_inputs(const Tensor& token_ids, const Tensor& positions, const
                          const Tensor& query_start_loc, const Tensor& block_tables, const Tensor& next_tokens,
                          const Tensor& num_accepted, int64_t block_size, int64_t max_seq_len) {
   const int64_t num_tokens = token_ids.numel(), num_seqs = seq_lens.numel();
-  check("token_ids", token_ids, at::kLong, {num_tokens});
-  check("positions", positions, at::kLong, {num_tokens});
-  check("slot_mapping", slot_mapping, at::kLong, {num_tokens});
-  check("seq_lens", seq_lens, at::kInt, {num_seqs});
+  check_tensor("token_ids", token_ids, at::kLong, {num_tokens});
+  check_tensor("positions", positions, at::kLong, {num_tokens});
+  check_tensor("slot_mapping", slot_mapping, at::kLong, {num_tokens});
+  check_tensor("seq_lens", seq_lens, at::kInt, {num_seqs});
   check_next_tokens(next_tokens);
-  check("num_accepted", num_accepted, at::kInt, {next_tokens.size(0)});
+  check_tensor("num_accepted", num_accepted, at::kInt, {next_tokens.size(0)});
   TORCH_CHECK_VALUE(block_tables.dim() == 2 && block_tables.size(0) == num_seqs &&
                         block_tables.scalar_type() == at::kInt && block_tables.device().is_cpu() &&
                         (block_tables.size(1) <= 1 || block_tables.stride(1) == 1),
@@ -94,11 +89,11 @@ void uniforms_of(const Tensor& seeds, const Tensor& output_indices, const Tensor
                  const Tensor& sample_start_loc, const Tensor& num_accepted, const Tensor& uniforms,
                  const Tensor& row_output_indices) {
   const int64_t num_seqs = seeds.numel(), num_rows = uniforms.numel(), num_slots = num_accepted.numel();
-  check("seeds", seeds, at::kLong, {num_seqs});
-  check("output_indices", output_indices, at::kLong, {num_seqs});
-  check("num_accepted", num_accepted, at::kInt, {num_slots});
-  check("uniforms", uniforms, at::kDouble, {num_rows});
-  check("row_output_indices", row_output_indices, at::kLong, {num_rows});
+  check_tensor("seeds", seeds, at::kLong, {num_seqs});
+  check_tensor("output_indices", output_indices, at::kLong, {num_seqs});
+  check_tensor("num_accepted", num_accepted, at::kInt, {num_slots});
+  check_tensor("uniforms", uniforms, at::kDouble, {num_rows});
+  check_tensor("row_output_indices", row_output_indices, at::kLong, {num_rows});
   cpu::uniforms_of({num_seqs, seeds.const_data_ptr<int64_t>(), output_indices.const_data_ptr<int64_t>(),
                     indices("advance_slots", advance_slots, num_seqs, num_slots, true),
                     start_loc("sample_start_loc", sample_start_loc, num_seqs, num_rows, 1, num_rows)},
@@ -112,10 +107,10 @@ void verify_drafts(const Tensor& targets, const Tensor& sample_start_loc, const 
   const int64_t num_seqs = slots.numel(), num_rows = targets.numel();
   check_next_tokens(next_tokens);
   const int64_t width = next_tokens.size(1);
-  check("targets", targets, at::kLong, {num_rows});
-  check("num_accepted", num_accepted, at::kInt, {next_tokens.size(0)});
-  check("token_ids", token_ids, at::kInt, {num_seqs, width});
-  check("num_tokens", num_tokens, at::kInt, {num_seqs});
+  check_tensor("targets", targets, at::kLong, {num_rows});
+  check_tensor("num_accepted", num_accepted, at::kInt, {next_tokens.size(0)});
+  check_tensor("token_ids", token_ids, at::kInt, {num_seqs, width});
+  check_tensor("num_tokens", num_tokens, at::kInt, {num_seqs});
   cpu::verify_drafts({num_seqs, width, targets.const_data_ptr<int64_t>(),
                       start_loc("sample_start_loc", sample_start_loc, num_seqs, num_rows, 1, width),
                       indices("slots", slots, num_seqs, next_tokens.size(0), false)},
@@ -128,7 +123,7 @@ void append_history(const Tensor& token_ids, const Tensor& num_tokens, const Ten
   const int64_t num_seqs = slots.numel();
   TORCH_CHECK_VALUE(token_ids.dim() == 2, "token_ids is ", token_ids.sizes(), ": must be [num_seqs, width]");
   const int64_t width = token_ids.size(1);
-  check("token_ids", token_ids, at::kInt, {num_seqs, width});
+  check_tensor("token_ids", token_ids, at::kInt, {num_seqs, width});
   check_history(history, history_lens);
   cpu::append_history(num_seqs, width, token_ids.const_data_ptr<int32_t>(),
                       indices("num_tokens", num_tokens, num_seqs, width + 1, false),

@@ -98,7 +98,7 @@ class _Packer:
             matrices.append(self._matrix(f"{module}.weight", num_outputs, num_inputs))
             biases.append(self.vector(f"{module}.bias", num_outputs) if has_bias else None)
         runs = groupby(zip(matrices, biases, strict=True), key=lambda part: _format(part[0]))
-        return [_pack(*map(list, zip(*run, strict=True))) for _, run in runs]
+        return [pack_linear(*map(list, zip(*run, strict=True))) for _, run in runs]
 
     def _matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | GroupedMatrix:
         matrix = self._source.matrix(name)
@@ -200,7 +200,8 @@ def _format(matrix: torch.Tensor | GroupedMatrix) -> tuple[int, int] | None:
     return (matrix.bits, matrix.group_size) if isinstance(matrix, GroupedMatrix) else None
 
 
-def _pack(matrices: list[torch.Tensor | GroupedMatrix], biases: list[torch.Tensor | None]) -> Any:
+def pack_linear(matrices: list[torch.Tensor | GroupedMatrix], biases: list[torch.Tensor | None]) -> Any:
+    """The PackedLinear of matrices of one format side by side, floats of one type and contiguous."""
     grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
     if not grouped:
         return PackedLinear(matrices, biases)

@@ -29,9 +29,6 @@ class Pending(Protocol[T_co]):
     def on_stream(self) -> T_co:
         """The same without waiting, for work that runs later on the same stream."""
 
-    def on_stream_or_none(self) -> T_co | None:
-        """The same; None if the work raised."""
-
 
 class DeviceStream(Protocol):
     """Runs submitted functions one after another. `busy_s`: seconds the device spent in them so far."""
@@ -83,9 +80,6 @@ class _OnDeviceThread(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
-
-    def on_stream_or_none(self) -> T | None:
-        return self._value
 
 
 @dataclass(slots=True)
@@ -153,9 +147,6 @@ class _OnCudaStream(Generic[T]):
     def on_stream(self) -> T:
         return self._value
 
-    def on_stream_or_none(self) -> T:
-        return self._value
-
 
 class _Failed:
     """Work that raised while it was being launched."""
@@ -167,9 +158,6 @@ class _Failed:
         raise self._error
 
     on_stream = result
-
-    def on_stream_or_none(self) -> None:
-        return None
 
 
 class CudaStream:
