@@ -404,7 +404,7 @@ def test_only_requested_outputs_come(server: TritonServer, model: str) -> None:
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_the_last_response_of_a_stream_is_the_one_with_the_final_flag(server: TritonServer, model: str) -> None:
-    stream = GrpcStream(server, model, {"text_input": PROMPT, "max_tokens": 4, "stream": True})
+    stream = GrpcStream(server, model, {"text_input": PROMPT, "max_tokens": 48, "stream": True})
     seen = []
     is_final = False
     while not is_final:
