@@ -110,7 +110,9 @@ def _chosen(names: list[str] | None) -> list[Engine]:
 
 
 def _measure_growth(shape: ModelShape, reader: MemoryReader, field: Field, results: Results, sizes: Sizes) -> None:
-    ours, peer = (field.process(f"{family} {results.float_weights}") for family in ("deepinfer", "llama.cpp"))
+    names = [f"{family} {results.float_weights}" for family in ("deepinfer", "llama.cpp")]
+    field.keep(names)
+    ours, peer = map(field.process, names)
     if ours is None:
         return
     growth = Growth(shape, reader, field, results)

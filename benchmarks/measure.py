@@ -94,6 +94,12 @@ class Field:
             self._give_up(process, error)
             return None
 
+    def keep(self, names: Sequence[str]) -> None:
+        """Ends all engines but these: the longest contexts need the memory that idle ones hold."""
+        for process in list(self._processes):
+            if process.engine.name not in names:
+                self.stop(process)
+
     def stop(self, process: EngineProcess) -> None:
         if process in self._processes:
             self._processes.remove(process)
