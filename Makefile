@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize soak bench bench-features bench-load peers clean setup
+.PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-load peers clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -66,6 +66,9 @@ peers: setup $(STAMPS)/dev
 
 bench-features: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.features $(ARGS)
+
+bench-speculation: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.speculation $(ARGS)
 
 bench-load: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.under_load $(ARGS)

@@ -62,8 +62,11 @@ class SamplingOptions:
 class SchedulerConfig:
     """Limits of the scheduler; every one is checked by the constructor.
 
-    num_speculative_tokens: the most drafts that one step verifies for a sequence; 0 is none. max_num_extra_logits: the
-    most rows of logits that a step has beyond one for each sequence: those of prompt tokens, or of drafts.
+    num_speculative_tokens: the most drafts that one step verifies for a sequence; 0 is none. num_lookahead_tokens: for
+    how many positions behind a step's own there are blocks, where a drafter with a model proposes; 0 is a drafter
+    without one. max_tokens_behind: last tokens of a sequence that such a drafter computes at once; further behind, it
+    proposes nothing for it any more. max_num_extra_logits: the most rows of logits that a step has beyond one for each
+    sequence: those of prompt tokens, or of drafts.
 
     Raises:
         ValueError: a limit is out of its range, or the cache holds fewer than 2 tokens.
@@ -79,6 +82,8 @@ class SchedulerConfig:
         max_model_len: int,
         max_num_extra_logits: int = 1,
         num_speculative_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        max_tokens_behind: int = 64,
         enable_prefix_caching: bool = True,
         max_consecutive_prefills: int = 2,
         prefill_attempt_interval: int = 1,
@@ -193,6 +198,10 @@ class SchedulerOutputs:
     tracked_rows: NDArray[np.int32]  # [num_tracked] which of the sequences that sample are tracked, ascending
     tracked_seq_ids: NDArray[np.int64]  # [num_tracked]
     prompt_logits: NDArray[np.int64]  # [num_spans, 3] (sequence, first position, number of tokens), in order of rows
+    # [num_sampled] how many of its last tokens, the new one included, the drafter computes to propose what follows; it
+    # knows those before. 0: it proposes nothing, or has no model.
+    draft_query_lens: NDArray[np.int32]
+    max_num_proposed: int  # how many drafts are worth proposing, for whom most are
     # (slot, all its tokens so far) of each sequence that samples for the first time since it got the slot; with drafts
     new_slots: list[tuple[int, NDArray[np.int32]]]
     num_banned: int
@@ -415,6 +424,12 @@ class Scheduler:
     def num_preemptions(self) -> int: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def acceptance_rates(self) -> NDArray[np.float64]:
+        """Of each sequence that a decode step might compute, how likely its next draft is right."""
+    @property
+    def num_drafts(self) -> int:
+        """How often a step verified drafts of a sequence, one or several."""
     @property
     def num_draft_tokens(self) -> int:
         """Drafts that were proposed and verified."""

@@ -281,6 +281,8 @@ def _completion(request: EngineRequest, deltas: list[TextDelta]) -> Completion:
                 finish_reason=delta.finish_reason or "",
                 stop_reason=delta.stop_reason,
                 times=delta.times,
+                num_draft_tokens=delta.num_draft_tokens,
+                num_accepted_draft_tokens=delta.num_accepted_draft_tokens,
             )
             for delta in deltas
         ],

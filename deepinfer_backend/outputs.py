@@ -44,9 +44,11 @@ class TextDelta:
     string cut off. `finish_reason` is set on the sequence's last one only: "stop" or "length". `stop_reason` is the
     token id or the string that stopped it, if one did. `ends_request`: no delta of any of the request's sequences
     follows. `cumulative_logprob` (0 unless asked for) and `num_output_tokens` count from the sequence's beginning.
-    `num_held_tokens`: how many of the sequence's last tokens have no text in the deltas so far, because a character is
-    incomplete; 0 on its last delta. `prompt_logprobs`: one entry per prompt token, None for the first; on the request's
-    first delta, if asked for. `embedding`: the answer to an embedding request, on its only delta.
+    So do `num_draft_tokens`, which speculation proposed for the sequence and a step verified, and
+    `num_accepted_draft_tokens`, those of them that came out. `num_held_tokens`: how many of the sequence's last tokens
+    have no text in the deltas so far, because a character is incomplete; 0 on its last delta. `prompt_logprobs`: one
+    entry per prompt token, None for the first; on the request's first delta, if asked for. `embedding`: the answer to
+    an embedding request, on its only delta.
     """
 
     sequence_index: int
@@ -59,6 +61,8 @@ class TextDelta:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_held_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     cumulative_logprob: float = 0.0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
@@ -74,13 +78,17 @@ class TextDelta:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.ends_request = later.ends_request
         self.num_output_tokens, self.num_held_tokens = later.num_output_tokens, later.num_held_tokens
+        self.num_draft_tokens, self.num_accepted_draft_tokens = later.num_draft_tokens, later.num_accepted_draft_tokens
         self.cumulative_logprob = later.cumulative_logprob
         self.times = later.times
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionSequence:
-    """One whole answer. `logprobs`: one entry per token, None unless asked for, as is `cumulative_logprob`."""
+    """One whole answer. `logprobs`: one entry per token, None unless asked for, as is `cumulative_logprob`.
+
+    `num_draft_tokens`, `num_accepted_draft_tokens`: as in `TextDelta`.
+    """
 
     index: int
     text: str
@@ -90,6 +98,8 @@ class CompletionSequence:
     finish_reason: str
     stop_reason: int | str | None
     times: RequestTimes
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,9 @@ void bind_batch(py::module_& m) {
                                    {num_spans, py::ssize_t{3}},
                                    num_spans == 0 ? nullptr : &self.prompt_logits.front().seq_id);
                              })
+      .def_property_readonly("draft_query_lens",
+                             [](const ScheduledBatch& self) { return to_array(self.draft_query_lens); })
+      .def_readonly("max_num_proposed", &ScheduledBatch::max_num_proposed)
       .def_property_readonly("new_slots", &new_slots)
       .def_readonly("num_preempted", &ScheduledBatch::num_preempted)
       .def_readonly("num_cached_tokens", &ScheduledBatch::num_cached_tokens)

@@ -50,8 +50,9 @@ void bind_options(py::module_& m) {
   py::class_<SchedulerConfig>(m, "SchedulerConfig", py::is_final(), "Limits of the scheduler.")
       .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs, int64_t max_num_batched_tokens,
                        int64_t max_model_len, int64_t max_num_extra_logits, int32_t num_speculative_tokens,
-                       bool enable_prefix_caching, int64_t max_consecutive_prefills, int64_t prefill_attempt_interval,
-                       double priority_aging_s, uint64_t hash_seed) {
+                       int32_t num_lookahead_tokens, int64_t max_tokens_behind, bool enable_prefix_caching,
+                       int64_t max_consecutive_prefills, int64_t prefill_attempt_interval, double priority_aging_s,
+                       uint64_t hash_seed) {
              SchedulerConfig config{num_blocks,
                                     block_size,
                                     max_num_seqs,
@@ -59,6 +60,8 @@ void bind_options(py::module_& m) {
                                     max_model_len,
                                     max_num_extra_logits,
                                     num_speculative_tokens,
+                                    num_lookahead_tokens,
+                                    max_tokens_behind,
                                     enable_prefix_caching,
                                     max_consecutive_prefills,
                                     prefill_attempt_interval,
@@ -70,6 +73,8 @@ void bind_options(py::module_& m) {
            py::kw_only(), "num_blocks"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a,
            "max_model_len"_a, "max_num_extra_logits"_a = SchedulerConfig().max_num_extra_logits,
            "num_speculative_tokens"_a = SchedulerConfig().num_speculative_tokens,
+           "num_lookahead_tokens"_a = SchedulerConfig().num_lookahead_tokens,
+           "max_tokens_behind"_a = SchedulerConfig().max_tokens_behind,
            "enable_prefix_caching"_a = SchedulerConfig().enable_prefix_caching,
            "max_consecutive_prefills"_a = SchedulerConfig().max_consecutive_prefills,
            "prefill_attempt_interval"_a = SchedulerConfig().prefill_attempt_interval,

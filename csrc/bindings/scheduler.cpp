@@ -110,6 +110,9 @@ void bind_scheduler(py::module_& m) {
       .def_property_readonly("num_used_blocks", [](const Scheduler& self) { return self.blocks().num_used_blocks(); })
       .def_property_readonly("num_preemptions", &Scheduler::num_preemptions)
       .def_property_readonly("num_cached_tokens", &Scheduler::num_cached_tokens)
+      .def_property_readonly("acceptance_rates",
+                             [](const Scheduler& self) { return to_array(self.acceptance_rates()); })
+      .def_property_readonly("num_drafts", &Scheduler::num_drafts)
       .def_property_readonly("num_draft_tokens", &Scheduler::num_draft_tokens)
       .def_property_readonly("num_accepted_draft_tokens", &Scheduler::num_accepted_draft_tokens)
       .def_property_readonly("num_accepted_by_position",

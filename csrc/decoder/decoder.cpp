@@ -56,7 +56,7 @@ Decoder::Decoder(DecoderConfig config, DecoderEnds ends) : config_(std::move(con
 
 void Decoder::add_layer(DecoderLayer layer) { layers_.push_back(std::move(layer)); }
 
-void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logits) {
+void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logits, float* token_states) {
   const cpu::ElementwiseKernels& elementwise = cpu::elementwise();
   const cpu::PagedAttentionKernels& attention = cpu::paged_attention();
   const DecoderConfig& config = config_;
@@ -73,7 +73,11 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
   float* sin = sin_.at_least(num_angles);
   const cpu::Rotary rotary{config.rotary_dim(), cos, sin};
 
-  ends_.embedding->unpack_rows(step.token_ids, num_rows, residual);
+  if (step.embeddings == nullptr) {
+    ends_.embedding->unpack_rows(step.token_ids, num_rows, residual);
+  } else {
+    std::copy_n(step.embeddings, num_rows * config.hidden_size, residual);
+  }
   elementwise.rotary_angles(step.positions, config.inv_freq.data(), config.rotary_scaling, num_rows,
                             config.rotary_dim(), cos, sin);
   for (size_t index = 0; index < layers_.size(); ++index) {
@@ -92,7 +96,7 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
     const float* key = qkv + config.query_size();
     attention.write(cache, step.batch, rotary, {layer.query_norm, layer.key_norm, config.rms_norm_eps},
                     config.num_heads, qkv, key, key + config.key_size(), config.qkv_size());
-    const bool is_last = index + 1 == layers_.size();
+    const bool is_last = index + 1 == layers_.size() && token_states == nullptr;
     if (is_last && step.num_logits == 0) return;
     attention.attend(cache, step.batch, config.num_heads, qkv, config.qkv_size(), config.attention_scale, layer.window,
                      attended);
@@ -110,9 +114,13 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
     elementwise.silu_mul(gate_up, num_rows, config.intermediate_size, activated);
     layer.down.apply(activated, num_rows, hidden);
   }
+  float* final_states = token_states == nullptr ? hidden_states : token_states;
   elementwise.rms_norm(hidden, residual, ends_.final_norm, config.rms_norm_eps, num_rows, config.hidden_size,
-                       hidden_states);
-  ends_.output_layer.apply(hidden_states, num_rows, logits);
+                       final_states);
+  if (token_states != nullptr) {
+    gather_rows(token_states, step.logits_indices, step.num_logits, config.hidden_size, hidden_states);
+  }
+  ends_.output_layer.apply(hidden_states, step.num_logits, logits);
 }
 
 }  // namespace deepinfer

@@ -69,7 +69,8 @@ struct DecoderEnds {
 };
 
 struct DecoderStep {
-  const int64_t* token_ids;  // [batch.num_tokens]
+  const int64_t* token_ids;  // [batch.num_tokens]; not read where there are
+  const float* embeddings;   // [batch.num_tokens, hidden_size], what the first layer is given; null: those of token_ids
   const int64_t* positions;  // [batch.num_tokens]
   cpu::AttentionBatch batch;
   const cpu::LayerCache* caches;  // of each layer
@@ -103,8 +104,9 @@ class Decoder {
   [[nodiscard]] int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
 
   // Writes the step's keys and values into `caches` and, of the rows in logits_indices, what the output layer is given
-  // to hidden_states [num_logits, hidden_size] and what it makes of it to logits [num_logits, vocab_size].
-  void forward(const DecoderStep& step, float* hidden_states, float* logits);
+  // to hidden_states [num_logits, hidden_size] and what it makes of it to logits [num_logits, vocab_size]. Unless null,
+  // token_states [batch.num_tokens, hidden_size] become what it would be given of every token.
+  void forward(const DecoderStep& step, float* hidden_states, float* logits, float* token_states);
 
  private:
   DecoderConfig config_;

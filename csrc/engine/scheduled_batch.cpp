@@ -20,11 +20,13 @@ void check_fits(const char* what, int64_t number, size_t limit) {
 
 }  // namespace
 
-void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill_step) {
+void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill_step, double threshold) {
   end();
   pool_ = std::move(pool);
   state = BatchState::kLaunched;
   is_prefill = is_prefill_step;
+  draft_threshold = threshold;
+  max_num_proposed = 0;
   max_query_len = max_seq_len = max_num_blocks = 0;
   all_greedy = true;
   max_top_k = 0;
@@ -37,7 +39,7 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   prompt_logits.clear();
   new_slots.clear();
   for (auto* values : {&token_ids_, &token_sources_, &query_start_loc_, &seq_lens_, &advance_slots_, &sample_start_loc_,
-                       &sample_slots_, &top_k_, &lora_ids, &tracked_rows, &new_slot_tokens}) {
+                       &sample_slots_, &top_k_, &lora_ids, &tracked_rows, &new_slot_tokens, &draft_query_lens}) {
     values->clear();
   }
   for (auto* values : {&positions_, &slot_mapping_, &logits_indices_, &prompt_logits_indices_, &seeds_,
@@ -49,7 +51,8 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   sample_start_loc_.push_back(0);
 }
 
-void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts) {
+void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts,
+                             const Proposal& proposal) {
   const int64_t num_tokens_with_inflight = sequence.num_tokens_with_inflight();
   const bool samples = end == num_tokens_with_inflight;
   const int64_t output_index = num_tokens_with_inflight - sequence.num_prompt_tokens;
@@ -85,7 +88,10 @@ void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int
   lora_ids.push_back(sequence.options.lora_id);
   any_lora |= sequence.options.lora_id > 0;
   if (sequence.wants_prompt_logprobs()) add_prompt_logits(sequence, begin, end);
-  if (samples) add_sampled_rows(sequence, output_index, num_drafts);
+  if (!samples) return;
+  add_sampled_rows(sequence, output_index, num_drafts);
+  draft_query_lens.push_back(proposal.query_len);
+  max_num_proposed = std::max(max_num_proposed, proposal.num_drafts);
 }
 
 void ScheduledBatch::add_prompt_logits(const Sequence& sequence, int64_t begin, int64_t end) {

@@ -28,6 +28,12 @@ struct SequenceMetadata {
 
 using SequenceMetadataPool = HandlePool<SequenceMetadata>;
 
+// What the drafter does for a sequence at the end of a step: nothing, unless num_drafts is above 0.
+struct Proposal {
+  int32_t num_drafts = 0;  // that it proposes, at most
+  int32_t query_len = 0;   // how many of the sequence's last tokens it computes to begin with; 0: it has no model
+};
+
 // Consecutive tokens of one sequence's prompt, for each of which a step gives logits.
 struct PromptLogitsSpan {
   int64_t seq_id;
@@ -101,10 +107,10 @@ class ScheduledBatch {
   ScheduledBatch& operator=(const ScheduledBatch&) = delete;
 
   // Starts a new step, whose metadata live in `pool`.
-  void reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill);
+  void reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_prefill, double draft_threshold);
   // The sequence computes tokens [begin, end), and samples if that is all of it; then it may compute num_drafts drafts
-  // behind. Its blocks are there already.
-  void add_row(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts);
+  // behind. Its blocks are there already, those for the proposal too.
+  void add_row(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts, const Proposal& proposal);
   // One more entry at the end of the new outputs, with whatever it held before.
   [[nodiscard]] RequestOutput& add_output();
   // Those for which `is_dropped(const RequestOutput&)` says so.
@@ -134,6 +140,7 @@ class ScheduledBatch {
 
   BatchState state = BatchState::kOver;
   bool is_prefill = false;
+  double draft_threshold = 0;  // how likely a draft must be to be verified
   int64_t max_query_len = 0;
   int64_t max_seq_len = 0;
   int64_t max_num_blocks = 0;
@@ -150,7 +157,9 @@ class ScheduledBatch {
   std::vector<int32_t> tracked_rows;     // which of the sequences that sample are tracked, and
   std::vector<int64_t> tracked_seq_ids;  // their ids
   std::vector<PromptLogitsSpan> prompt_logits;
-  std::vector<NewSlot> new_slots;  // none without drafts; in the order of rows
+  std::vector<int32_t> draft_query_lens;  // [num_sampled] of each one's proposal
+  int32_t max_num_proposed = 0;           // of the drafts of any
+  std::vector<NewSlot> new_slots;         // none without drafts; in the order of rows
   std::vector<int32_t> new_slot_tokens;
 
   // What processing it appended, waiting to be built. Never shrinks; the first num_new_outputs count.

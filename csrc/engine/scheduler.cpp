@@ -32,6 +32,8 @@ void SchedulerConfig::validate() const {
   check_range("max_num_extra_logits", max_num_extra_logits, 1, kMaxInt32);
   check_range("num_speculative_tokens", num_speculative_tokens, 0,
               std::min(max_num_batched_tokens, kMaxInt32 / max_num_seqs) - 1);
+  check_range("num_lookahead_tokens", num_lookahead_tokens, 0, num_speculative_tokens);
+  check_range("max_tokens_behind", max_tokens_behind, 0, kMaxInt32);
   check_range("max_consecutive_prefills", max_consecutive_prefills, 1, kMaxInt32);
   check_range("prefill_attempt_interval", prefill_attempt_interval, 1, kMaxInt32);
   if (!(priority_aging_s >= 0 && std::isfinite(priority_aging_s))) {

@@ -23,6 +23,12 @@ struct SchedulerConfig {
   int64_t max_model_len = 0;           // prompt and outputs of one sequence
   int64_t max_num_extra_logits = 1;    // rows of logits of one step beyond one a sequence: prompt tokens' and drafts'
   int32_t num_speculative_tokens = 0;  // drafts that one step verifies for a sequence
+  // Positions behind a step's own where a drafter writes keys and values while it proposes; 0: it has none, and proposes
+  // for every sequence whether it is asked or not.
+  int32_t num_lookahead_tokens = 0;
+  // Last tokens of a sequence that such a drafter computes at once, if it was not asked about it for some steps; further
+  // behind, it proposes nothing for it any more.
+  int64_t max_tokens_behind = 64;
   bool enable_prefix_caching = true;
   int64_t max_consecutive_prefills = 2;  // prefill steps in a row while something could decode
   int64_t prefill_attempt_interval = 1;  // decode steps between two prefill attempts while something waits
@@ -141,7 +147,11 @@ class Scheduler {
   [[nodiscard]] const BlockManager& blocks() const { return blocks_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
   [[nodiscard]] int64_t num_cached_tokens() const { return num_cached_tokens_; }
-  // Drafts that were proposed and verified, those that became outputs, and of these how many at each place in a row.
+  // Of each sequence that a decode step might compute, how likely its next draft is right.
+  [[nodiscard]] std::vector<double> acceptance_rates() const;
+  // How often drafts of a sequence were verified; how many were proposed and verified, and became outputs; of the latter
+  // how many at each place in a row.
+  [[nodiscard]] int64_t num_drafts() const { return num_drafts_; }
   [[nodiscard]] int64_t num_draft_tokens() const { return num_draft_tokens_; }
   [[nodiscard]] int64_t num_accepted_draft_tokens() const { return num_accepted_draft_tokens_; }
   [[nodiscard]] const std::vector<int64_t>& num_accepted_by_position() const { return num_accepted_by_position_; }
@@ -177,7 +187,7 @@ class Scheduler {
   [[nodiscard]] bool can_decode() const;
   [[nodiscard]] bool is_prefill_attempt_due(bool can_decode) const;
   void schedule_prefill(ScheduledBatch& batch);
-  void schedule_decode(ScheduledBatch& batch, double draft_threshold);
+  void schedule_decode(ScheduledBatch& batch);
   [[nodiscard]] bool fits_in_memory(const Admission& admission) const;
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch) const;
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const;
@@ -185,7 +195,9 @@ class Scheduler {
   bool admit(Sequence& sequence, ScheduledBatch& batch);
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
-  [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, double threshold, int64_t budget, ScheduledBatch& batch);
+  [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, int64_t budget, ScheduledBatch& batch);
+  // Of a row whose next token comes to max_next_position at the most.
+  [[nodiscard]] Proposal reserve_for_proposal(Sequence& sequence, int64_t max_next_position, ScheduledBatch& batch);
   void launch(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts, ScheduledBatch& batch);
   void preempt(Sequence& victim);
   bool preempt_held(ScheduledBatch& batch);
@@ -241,6 +253,7 @@ class Scheduler {
 
   int64_t num_preemptions_ = 0;
   int64_t num_cached_tokens_ = 0;
+  int64_t num_drafts_ = 0;
   int64_t num_draft_tokens_ = 0;
   int64_t num_accepted_draft_tokens_ = 0;
   std::vector<int64_t> num_accepted_by_position_;  // [num_speculative_tokens]

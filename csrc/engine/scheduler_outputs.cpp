@@ -199,9 +199,12 @@ void Scheduler::judge_drafts(Sequence& sequence, const ScheduledBatch::Row& row,
   const int64_t num_verified = std::find_if(drafts.begin(), verified_end, is_none) - drafts.begin();
   sequence.num_draft_tokens += num_verified;
   num_draft_tokens_ += num_verified;
+  if (num_verified > 0) ++num_drafts_;
   // The token after those that were verified is there to be compared with too.
-  const auto num_tokens = static_cast<size_t>(sampled.num_tokens);
-  for (size_t i = 0; i < std::min(num_tokens, drafts.size()); ++i) {
+  const size_t num_tokens = std::min(static_cast<size_t>(sampled.num_tokens), drafts.size());
+  const auto num_awaited = static_cast<size_t>(row.num_drafts);
+  if (num_tokens > 0 && num_awaited == 0 && is_none(drafts[0])) sequence.acceptance_rate.take_nothing();
+  for (size_t i = 0; i < num_tokens && (i < num_awaited || !is_none(drafts[i])); ++i) {
     const bool is_right = drafts[i] == sampled.token_ids[i];
     sequence.acceptance_rate.take(is_right);
     if (!is_right) break;

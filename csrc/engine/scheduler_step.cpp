@@ -23,7 +23,7 @@ std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<Sequen
   free_finished_seqs();
   std::shared_ptr<ScheduledBatch> batch = spare_batch();
   const bool could_decode = can_decode();
-  batch->reset(pool, true);
+  batch->reset(pool, true, draft_threshold);
   if (is_prefill_attempt_due(could_decode)) {
     num_decodes_since_attempt_ = 0;
     schedule_prefill(*batch);
@@ -34,8 +34,8 @@ std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<Sequen
     last_step_was_prefill_ = true;
     if (could_decode) ++num_consecutive_prefills_;
   } else {
-    batch->reset(pool, false);
-    schedule_decode(*batch, draft_threshold);
+    batch->reset(pool, false, draft_threshold);
+    schedule_decode(*batch);
     if (!batch->is_empty()) {
       last_step_was_prefill_ = false;
       num_consecutive_prefills_ = 0;
@@ -61,6 +61,16 @@ bool Scheduler::can_decode() const {
   const auto is_open = [this](const Sequence* sequence) { return sequence->can_decode(max_seq_len_); };
   return std::any_of(running_.begin(), running_.end(), is_open) ||
          std::any_of(prompted_.begin(), prompted_.end(), is_open);
+}
+
+std::vector<double> Scheduler::acceptance_rates() const {
+  std::vector<double> rates;
+  for (const Queue* queue : {&prompted_, &running_}) {
+    for (const Sequence* sequence : *queue) {
+      if (sequence->can_decode(max_seq_len_)) rates.push_back(sequence->acceptance_rate.rate());
+    }
+  }
+  return rates;
 }
 
 bool Scheduler::is_prefill_attempt_due(bool could_decode) const {
@@ -121,6 +131,7 @@ bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
   blocks_.allocate(sequence.block_table, sequence.tokens, admission);
   move(sequence, waiting_, prefilling_);
   take_slot(sequence);
+  sequence.num_tokens_behind = 0;
   sequence.num_computed_tokens = int64_t{admission.num_cached_blocks} * blocks_.block_size();
   if (sequence.first_scheduled_time_ns == 0) sequence.first_scheduled_time_ns = now_ns();
   // Counted once: a recomputed sequence finds its own blocks again, which is not what the count is for.
@@ -147,7 +158,7 @@ void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
   }
 }
 
-void Scheduler::schedule_decode(ScheduledBatch& batch, double draft_threshold) {
+void Scheduler::schedule_decode(ScheduledBatch& batch) {
   while (!prompted_.empty()) {
     Sequence& sequence = **prompted_.begin();
     move(sequence, prompted_, running_);
@@ -166,7 +177,7 @@ void Scheduler::schedule_decode(ScheduledBatch& batch, double draft_threshold) {
   int64_t draft_budget =
       std::min(config_.max_num_batched_tokens - static_cast<int64_t>(decoding_.size()), config_.max_num_extra_logits);
   for (Sequence* sequence : decoding_) {
-    const int32_t num_drafts = reserve_for_drafts(*sequence, draft_threshold, draft_budget, batch);
+    const int32_t num_drafts = reserve_for_drafts(*sequence, draft_budget, batch);
     draft_budget -= num_drafts;
     launch(*sequence, sequence->decode_begin(), sequence->decode_begin() + 1, num_drafts, batch);
   }
@@ -187,10 +198,10 @@ bool Scheduler::reserve_for_decode(Sequence& sequence, ScheduledBatch& batch) {
   return true;
 }
 
-int32_t Scheduler::reserve_for_drafts(Sequence& sequence, double threshold, int64_t budget, ScheduledBatch& batch) {
+int32_t Scheduler::reserve_for_drafts(Sequence& sequence, int64_t budget, ScheduledBatch& batch) {
   // A beam's next token is not what it samples; and what a slot holds that no step has filled was left by another.
   if (sequence.options.is_beam || !sequence.is_slot_filled) return 0;
-  int32_t num_drafts = sequence.acceptance_rate.num_drafts(threshold, config_.num_speculative_tokens);
+  int32_t num_drafts = sequence.acceptance_rate.num_drafts(batch.draft_threshold, sequence.num_proposed);
   if (num_drafts == 0) return 0;
   // A step gives one token more than it has drafts. None of them may be certain to be cut off; nor may one lie beyond
   // the last position, should the step in flight have accepted all of its drafts.
@@ -206,13 +217,39 @@ int32_t Scheduler::reserve_for_drafts(Sequence& sequence, double threshold, int6
   return num_drafts;
 }
 
+Proposal Scheduler::reserve_for_proposal(Sequence& sequence, int64_t max_next_position, ScheduledBatch& batch) {
+  const int32_t num_speculative_tokens = config_.num_speculative_tokens;
+  const int32_t num_drafts = sequence.acceptance_rate.num_drafts(batch.draft_threshold, num_speculative_tokens);
+  if (config_.num_lookahead_tokens == 0) return {num_speculative_tokens, 0};
+  if (num_drafts == 0 || sequence.options.is_beam || sequence.num_tokens_behind > config_.max_tokens_behind)
+    return {0, 0};
+  const int64_t end = std::min(max_next_position + config_.num_lookahead_tokens, max_seq_len_);
+  if (max_next_position >= end ||
+      blocks_.num_blocks_to_write(sequence.block_table, max_next_position, end) > blocks_.num_free_blocks()) {
+    return {0, 0};
+  }
+  blocks_.make_writable(sequence.block_table, max_next_position, end, batch.block_copies);
+  // The token before the last one too: if the last step's drafts were all right, the drafter has not computed it.
+  return {num_drafts, static_cast<int32_t>(sequence.num_tokens_behind + 2)};
+}
+
 void Scheduler::launch(Sequence& sequence, int64_t begin, int64_t end, int32_t num_drafts, ScheduledBatch& batch) {
-  batch.add_row(sequence, begin, end, num_drafts);
+  const bool samples = end == sequence.num_tokens_with_inflight();
+  Proposal proposal;
+  if (samples && config_.num_speculative_tokens > 0) {
+    const int64_t max_next_position = end + sequence.num_inflight_drafts + num_drafts;
+    proposal = reserve_for_proposal(sequence, max_next_position, batch);
+    // There may be no more tokens than that.
+    proposal.query_len = static_cast<int32_t>(std::min<int64_t>(proposal.query_len, end + 1));
+  }
+  batch.add_row(sequence, begin, end, num_drafts, proposal);
   sequence.num_computed_tokens = end;
   ++sequence.num_inflight_steps;
   sequence.num_inflight_drafts += num_drafts;
-  if (batch.rows.back().samples) {
+  if (samples) {
     sequence.is_slot_filled = true;
+    sequence.num_proposed = proposal.num_drafts;
+    sequence.num_tokens_behind = proposal.query_len > 0 ? 0 : sequence.num_tokens_behind + 1 + num_drafts;
     ++sequence.num_inflight_tokens;
   }
 }

@@ -80,6 +80,8 @@ struct Sequence {
   int32_t num_inflight_drafts = 0;  // that those steps verify
   int32_t slot = kNoSlot;           // of the device's state
   bool is_slot_filled = false;      // by a launched step that samples for this sequence
+  int32_t num_proposed = 0;         // drafts that this step proposes for what follows, at most
+  int64_t num_tokens_behind = 0;    // its last tokens without the drafter's keys and values, at most
   int32_t num_preemptions = 0;
   bool is_held = false;
   int64_t num_cached_tokens = -1;  // prompt tokens found in the prefix cache; -1 before its first admission

@@ -70,6 +70,7 @@ class DecoderModule : public torch::CustomClassHolder {
                 double rms_norm_eps, const LinearPtr& embedding, const Tensor& final_norm,
                 const std::vector<LinearPtr>& output_layer)
       : kept_{final_norm}, vocab_size_(embedding->num_outputs()) {
+    for (const LinearPtr& part : output_layer) num_logit_columns_ += part->num_outputs();
     for (const auto& [name, value] : {std::pair{"hidden_size", hidden_size},
                                       {"intermediate_size", intermediate_size},
                                       {"num_heads", num_heads},
@@ -90,7 +91,7 @@ class DecoderModule : public torch::CustomClassHolder {
                       std::vector<float>(frequencies, frequencies + inv_freq.numel()),
                       static_cast<float>(rotary_scaling), static_cast<float>(rms_norm_eps)},
         DecoderEnds{std::make_shared<DecoderLinear>(embedding), vector_data("final_norm", final_norm, hidden_size),
-                    projection("output_layer", output_layer, hidden_size, vocab_size_)});
+                    projection("output_layer", output_layer, hidden_size, num_logit_columns_)});
   }
 
   void add_layer(const std::vector<LinearPtr>& qkv, const std::vector<LinearPtr>& output,
@@ -147,13 +148,18 @@ class DecoderModule : public torch::CustomClassHolder {
   }
 
   // token_ids, positions, slot_mapping [num_tokens] int64; block_tables [num_seqs, max_blocks], seq_lens [num_seqs],
-  // query_start_loc [num_seqs + 1] int32; logits_indices [num_logits] int64 → logits [num_logits, vocab_size] and
-  // hidden_states [num_logits, hidden_size], what the output layer was given, both float32.
+  // query_start_loc [num_seqs + 1] int32; logits_indices [num_logits] int64; embeddings [num_tokens, hidden_size], if the
+  // first layer is given others than those of the tokens → logits [num_logits, outputs of the output layer],
+  // hidden_states [num_logits, hidden_size], what that was given, and, if wants_token_states, what it would be given of
+  // every token [num_tokens, hidden_size]; all float32.
   //
-  // Both are views of memory that the next forward writes again: whoever reads them is done by then.
-  std::tuple<Tensor, Tensor> forward(const Tensor& token_ids, const Tensor& positions, const Tensor& block_tables,
-                                     const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& slot_mapping,
-                                     const Tensor& logits_indices) {
+  // All are views of memory that the next forward writes again: whoever reads them is done by then.
+  std::tuple<Tensor, Tensor, std::optional<Tensor>> forward(const Tensor& token_ids, const Tensor& positions,
+                                                            const Tensor& block_tables, const Tensor& seq_lens,
+                                                            const Tensor& query_start_loc, const Tensor& slot_mapping,
+                                                            const Tensor& logits_indices,
+                                                            const std::optional<Tensor>& embeddings,
+                                                            bool wants_token_states) {
     TORCH_CHECK_VALUE(!caches_.empty(), "use_caches comes before the first forward");
     const int64_t num_tokens = token_ids.numel(), num_seqs = seq_lens.numel(), num_logits = logits_indices.numel();
     check_tensor("positions", positions, at::kLong, {num_tokens});
@@ -164,7 +170,10 @@ class DecoderModule : public torch::CustomClassHolder {
                           block_tables.size(0) == num_seqs && block_tables.stride(1) == 1,
                       "block_tables is ", block_tables.toString(), " ", block_tables.sizes(), ": must be int32 [",
                       num_seqs, ", max_blocks], rows contiguous");
+    const int64_t hidden_size = decoder_->config().hidden_size;
+    if (embeddings) check_tensor("embeddings", *embeddings, at::kFloat, {num_tokens, hidden_size});
     const DecoderStep step{checked_indices("token_ids", token_ids, vocab_size_),
+                           embeddings ? embeddings->const_data_ptr<float>() : nullptr,
                            positions.const_data_ptr<int64_t>(),
                            {num_seqs, num_tokens, block_tables.const_data_ptr<int32_t>(), block_tables.stride(0),
                             seq_lens.const_data_ptr<int32_t>(), query_start_loc.const_data_ptr<int32_t>(),
@@ -172,19 +181,23 @@ class DecoderModule : public torch::CustomClassHolder {
                            caches_.data(),
                            checked_indices("logits_indices", logits_indices, num_tokens),
                            num_logits};
-    const Tensor logits = first_rows(logits_, num_logits, vocab_size_);
-    const Tensor hidden_states = first_rows(hidden_states_, num_logits, decoder_->config().hidden_size);
-    decoder_->forward(step, hidden_states.mutable_data_ptr<float>(), logits.mutable_data_ptr<float>());
-    return {logits, hidden_states};
+    const Tensor logits = first_rows(logits_, num_logits, num_logit_columns_);
+    const Tensor hidden_states = first_rows(hidden_states_, num_logits, hidden_size);
+    std::optional<Tensor> token_states;
+    if (wants_token_states) token_states = first_rows(token_states_, num_tokens, hidden_size);
+    decoder_->forward(step, hidden_states.mutable_data_ptr<float>(), logits.mutable_data_ptr<float>(),
+                      token_states ? token_states->mutable_data_ptr<float>() : nullptr);
+    return {logits, hidden_states, token_states};
   }
 
  private:
   std::vector<Tensor> kept_;  // what the decoder points to
   int64_t vocab_size_;
+  int64_t num_logit_columns_ = 0;  // fewer, if the output layer knows a part of the vocabulary
   std::unique_ptr<Decoder> decoder_;
   std::vector<cpu::LayerCache> caches_;
   std::vector<Tensor> kept_caches_;  // whose memory caches_ points to
-  Tensor logits_, hidden_states_;
+  Tensor logits_, hidden_states_, token_states_;
 };
 
 }  // namespace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 
 from deepinfer_backend._core import (
     RequestOutputPool,
-    SamplingOptions,
     Scheduler,
     SchedulerConfig,
     SchedulerOutputs,
@@ -23,9 +23,11 @@ from deepinfer_backend._core import (
 )
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
+from deepinfer_backend.engine.draft_policy import DraftPolicy
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
+from deepinfer_backend.engine.sampling_options import sampling_options
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
 from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
@@ -37,7 +39,7 @@ from deepinfer_backend.models.loader import (
     resolve_tokenizer,
 )
 from deepinfer_backend.models.runnable_model import load_runnable_model
-from deepinfer_backend.speculation.make_drafter import make_drafter
+from deepinfer_backend.speculation.make_drafter import load_draft_source, make_drafter
 from deepinfer_backend.worker.device import open_stream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
@@ -79,13 +81,16 @@ class LLMEngine:
                 device,
                 dequantize=config.dtype != "auto",
                 has_adapters=bool(config.lora_modules),
+                with_mtp_layer=config.speculative_config is not None and config.speculative_config.has_own_mtp_layer,
             )
         ).result()
+        draft_source = load_draft_source(config.speculative_config, model, model_path, dtype, self.stream)
+        layers = model.layers + (draft_source.layers if draft_source is not None else [])
         block_size = resolve_block_size(config.block_size, device)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
         num_blocks = num_kv_blocks(
             config,
-            model.layers,
+            layers,
             block_size=block_size,
             max_model_len=max_model_len,
             dtype=kv_cache_dtype,
@@ -111,6 +116,14 @@ class LLMEngine:
         self._max_num_seqs = config.max_num_seqs
         num_speculative_tokens = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         self._max_seq_len = min(max_model_len, num_blocks * block_size)
+        drafter = make_drafter(
+            config.speculative_config,
+            draft_source,
+            max_num_seqs=config.max_num_seqs,
+            max_seq_len=self._max_seq_len,
+            block_size=block_size,
+            device=device,
+        )
         self.timers = StepTimers()
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -121,6 +134,8 @@ class LLMEngine:
                 max_model_len=max_model_len,
                 max_num_extra_logits=MAX_EXTRA_LOGITS,
                 num_speculative_tokens=num_speculative_tokens,
+                num_lookahead_tokens=num_speculative_tokens if draft_source is not None else 0,
+                max_tokens_behind=drafter.max_tokens_behind if drafter is not None else 0,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_consecutive_prefills=config.max_consecutive_prefills,
                 prefill_attempt_interval=config.prefill_attempt_interval,
@@ -143,6 +158,8 @@ class LLMEngine:
             run_on_stream=lambda work: self.stream.submit(work).result(),
         )
         self._adapters.check_configured()
+        self._draft_policy = DraftPolicy(num_speculative_tokens)
+        self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
 
@@ -155,16 +172,16 @@ class LLMEngine:
                 device=device,
             )
 
-        kv_cache = KVCache(
-            model.layers, num_blocks=num_blocks, block_size=block_size, dtype=kv_cache_dtype, device=device
-        )
+        kv_cache = KVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=kv_cache_dtype, device=device)
         slots = SlotState(config.max_num_seqs, num_speculative_tokens, device)
+        if drafter is not None:
+            drafter.use_caches(kv_cache.layers[len(model.layers) :])
         self.worker = Worker(
             ModelRunner(model, kv_cache, slots, max_seq_len=self._max_seq_len),
             self.stream,
             (self.stream.submit(step_buffers).result(), self.stream.submit(step_buffers).result()),
             slots,
-            make_drafter(config.speculative_config, config.max_num_seqs, self._max_seq_len, device),
+            drafter,
             zero_overhead_scheduling=config.zero_overhead_scheduling,
             post_process=self.post_process,
             plan_sampling=self._tracked.plan,
@@ -250,7 +267,8 @@ class LLMEngine:
         self._end_expired()
         with self.timers.record("step"):
             with self.timers.record("schedule"):
-                _, batch = self.scheduler.schedule(self._sequence_metadata_pool)
+                draft_threshold = self._draft_policy.threshold(self.scheduler.acceptance_rates)
+                _, batch = self.scheduler.schedule(self._sequence_metadata_pool, draft_threshold=draft_threshold)
             handles = self.worker.execute_model_step(batch)
             self._num_steps += 1
         return self._give_out(handles)
@@ -271,6 +289,7 @@ class LLMEngine:
         batch = state.batch
         try:
             result = state.wait()
+            self._take_step_time(state)
             # Where there was no token to sample the request is ended below, and none comes out.
             self.scheduler.process_outputs(
                 batch,
@@ -315,8 +334,10 @@ class LLMEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_drafts=scheduler.num_drafts,
             num_draft_tokens=scheduler.num_draft_tokens,
             num_accepted_draft_tokens=scheduler.num_accepted_draft_tokens,
+            num_accepted_by_position=scheduler.num_accepted_by_position.tolist(),
             num_steps=self._num_steps,
         )
 
@@ -329,13 +350,19 @@ class LLMEngine:
         self._deferred_release.collect(handles)
         return handles
 
+    def _take_step_time(self, state: StepState) -> None:
+        """Of a step that the device has just ended; it began when it was launched or when the one before ended."""
+        began_s, self._last_step_end_s = max(state.launched_s, self._last_step_end_s), time.perf_counter()
+        if not state.batch.is_prefill:
+            self._draft_policy.take(state.batch.num_tokens, self._last_step_end_s - began_s)
+
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
         try:
             seq_id = self.scheduler.add_seq(
                 request.request_id,
                 prompt,
-                self._sampling_options(request, lora_id),
+                sampling_options(request, lora_id, self._eos_token_ids, self._seeds),
                 priority=request.priority,
                 cache_salt=_cache_salt(lora_id, params.cache_salt),
                 client_index=request.client_index,
@@ -371,31 +398,6 @@ class LLMEngine:
         for request in self._tracked.take_freed():
             if request.sampling_params.lora_name is not None:
                 self._adapters.release(request.sampling_params.lora_name)
-
-    def _sampling_options(self, request: EngineRequest, lora_id: int) -> SamplingOptions:
-        params = request.sampling_params
-        if request.embedding is not None:
-            # Its one token is of no use to anybody: the cheapest, and always with the same end.
-            return SamplingOptions(max_tokens=1, ignore_eos=True, is_tracked=True, lora_id=lora_id)
-        is_beam = params.beam_width > 1
-        return SamplingOptions(
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            eos_token_ids=self._eos_token_ids,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            temperature=params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64,
-            n=1 if is_beam else params.n,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            prompt_logprobs=params.prompt_logprobs is not None,
-            is_tracked=is_tracked(request),
-            is_beam=is_beam,
-            lora_id=lora_id,
-        )
 
 
 def _cache_salt(lora_id: int, client_salt: str | None) -> str:

@@ -6,6 +6,7 @@ EngineFailed, StepOutputs. Each is one msgpack frame: on the engine's one socket
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -121,9 +122,21 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_accepted_by_position: list[int] = []
     num_steps: int = 0
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """The counters of two engines in all; gauges and sizes then mean nothing."""
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__struct_fields__
+            if name != "num_accepted_by_position"
+        }
+        by_position = itertools.zip_longest(self.num_accepted_by_position, other.num_accepted_by_position, fillvalue=0)
+        return EngineStats(**sums, num_accepted_by_position=[sum(pair) for pair in by_position])
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

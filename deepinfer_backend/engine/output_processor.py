@@ -156,6 +156,8 @@ class OutputProcessor:
         delta.num_output_tokens = 0 if is_embedding else sequence.num_tokens
         delta.cumulative_logprob = sequence.cumulative_logprob
         delta.times = sequence.times
+        delta.num_draft_tokens = output.num_draft_tokens
+        delta.num_accepted_draft_tokens = output.num_accepted_draft_tokens
         if stopped_by is not None:
             delta.finish_reason, delta.stop_reason = "stop", stopped_by
         elif output.finished:

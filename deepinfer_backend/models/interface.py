@@ -28,10 +28,14 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """logits: [num_rows, vocab_size]; hidden_states: [num_rows, hidden_size], what the output layer was given."""
+    """logits: [num_rows, vocab_size]; hidden_states: [num_rows, hidden_size], what the output layer was given.
+
+    token_states: [num_tokens, hidden_size], what it would be given of every token; None unless asked for.
+    """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor
+    token_states: torch.Tensor | None = None
 
 
 class Model(Protocol):
@@ -67,6 +71,8 @@ class Model(Protocol):
         positions: torch.Tensor,
         attention: AttentionStep,
         logits_indices: torch.Tensor,
+        *,
+        wants_token_states: bool = False,
     ) -> ForwardResult:
         """Stores the step's keys and values in the caches, and computes logits where they are asked for.
 

@@ -126,8 +126,12 @@ def load_config(path: Path) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str) -> torch.nn.Module:
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str, **config_fields: int
+) -> torch.nn.Module:
     """The causal language model in folder `path`, on `device`, in evaluation mode and without gradients.
+
+    config_fields: in place of those of its configuration.
 
     Raises:
         UnsupportedModelError: transformers has no such architecture, or the files lack some of its weights.
@@ -147,6 +151,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, attn_implem
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **config_fields,
         )
     # transformers would go on with random numbers in their place.
     if missing := sorted(loading["missing_keys"]):

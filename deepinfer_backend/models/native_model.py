@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -28,6 +29,9 @@ Part = tuple[str, int]
 class NativeModel:
     """A `Model` whose layers are one C++ object, and no modules that adapters could change.
 
+    embedding, output_layer: its PackedLinears, one and the same where their weights are; output_weight: the latter's
+    name in the checkpoint.
+
     What a forward returns are views of memory that the next one writes again.
 
     Raises (constructor):
@@ -44,7 +48,16 @@ class NativeModel:
         self.weight_format = source.quantization or str(dtype).removeprefix("torch.")
         self.lora = LoraLayers(torch.nn.Module(), self.device)
         self.layers = [LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * len(spec.windows)
-        self._decoder = _load_decoder(spec, _Packer(source, dtype), advance)
+        self.spec = spec
+        packer = Packer(source, dtype)
+        self.output_weight = f"{_ends(spec, packer)[1]}.weight"
+        self.embedding, self.output_layer = _pack_ends(spec, packer)
+        final_norm = packer.vector("model.norm.weight", spec.hidden_size)
+        self._decoder = make_decoder(spec, self.embedding, final_norm, self.output_layer)
+        for layer, window in enumerate(spec.windows):
+            add_layer(self._decoder, spec, packer, f"model.layers.{layer}", window)
+            _trim_heap()
+            advance((layer + 1) / len(spec.windows))
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
         self._decoder.use_caches(
@@ -60,8 +73,10 @@ class NativeModel:
         positions: torch.Tensor,
         attention: AttentionStep,
         logits_indices: torch.Tensor,
+        *,
+        wants_token_states: bool = False,
     ) -> ForwardResult:
-        logits, hidden_states = self._decoder.forward(
+        result = self._decoder.forward(
             token_ids,
             positions,
             attention.block_tables,
@@ -69,11 +84,13 @@ class NativeModel:
             attention.query_start_loc,
             attention.slot_mapping,
             logits_indices,
+            None,
+            wants_token_states,
         )
-        return ForwardResult(logits, hidden_states)
+        return ForwardResult(*result)
 
 
-class _Packer:
+class Packer:
     """Takes a model's weights from their source, of the shapes that they must have, as the kernels want them."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
@@ -100,6 +117,18 @@ class _Packer:
         runs = groupby(zip(matrices, biases, strict=True), key=lambda part: _format(part[0]))
         return [pack_linear(*map(list, zip(*run, strict=True))) for _, run in runs]
 
+    def some_outputs(self, name: str, outputs: torch.Tensor, num_outputs: int, num_inputs: int) -> Any:
+        """One PackedLinear of these outputs, [num_rows] int64, of a matrix that has more."""
+        matrix = self._matrix(name, num_outputs, num_inputs)
+        if isinstance(matrix, GroupedMatrix):
+            offsets = None if matrix.offsets is None else matrix.offsets[outputs]
+            some: torch.Tensor | GroupedMatrix = dataclasses.replace(
+                matrix, codes=matrix.codes[outputs], scales=matrix.scales[outputs], offsets=offsets
+            )
+        else:
+            some = matrix[outputs]
+        return pack_linear([some], [None])
+
     def _matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | GroupedMatrix:
         matrix = self._source.matrix(name)
         if isinstance(matrix, GroupedMatrix):
@@ -114,9 +143,9 @@ class _Packer:
         return tensor
 
 
-def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
-    embedding, output_layer = _pack_ends(spec, packer)
-    decoder = Decoder(
+def make_decoder(spec: DecoderSpec, embedding: Any, final_norm: torch.Tensor, output_layer: Any) -> Any:
+    """A Decoder without layers."""
+    return Decoder(
         spec.hidden_size,
         spec.intermediate_size,
         spec.num_heads,
@@ -127,18 +156,13 @@ def _load_decoder(spec: DecoderSpec, packer: _Packer, advance: Advance) -> Any:
         spec.rotary_scaling,
         spec.rms_norm_eps,
         embedding,
-        packer.vector("model.norm.weight", spec.hidden_size),
+        final_norm,
         [output_layer],
     )
-    for layer, window in enumerate(spec.windows):
-        _add_layer(decoder, spec, packer, f"model.layers.{layer}", window)
-        _trim_heap()
-        advance((layer + 1) / len(spec.windows))
-    return decoder
 
 
-def _pack_ends(spec: DecoderSpec, packer: _Packer) -> tuple[Any, Any]:
-    """The embedding and the output layer, one and the same where their weights are."""
+def _pack_ends(spec: DecoderSpec, packer: Packer) -> tuple[Any, Any]:
+    """The embedding and the output layer."""
     embedding_module, output_module = _ends(spec, packer)
     (embedding,) = packer.linear([(embedding_module, spec.vocab_size)], spec.hidden_size)
     if output_module == embedding_module:
@@ -147,7 +171,7 @@ def _pack_ends(spec: DecoderSpec, packer: _Packer) -> tuple[Any, Any]:
     return embedding, output_layer
 
 
-def _ends(spec: DecoderSpec, packer: _Packer) -> tuple[str, str]:
+def _ends(spec: DecoderSpec, packer: Packer) -> tuple[str, str]:
     """The modules whose weights are the embedding's and the output layer's.
 
     A model that ties them stores one of the two; one that stores both, and not the same, does not tie them, whatever
@@ -163,7 +187,8 @@ def _ends(spec: DecoderSpec, packer: _Packer) -> tuple[str, str]:
     return _EMBEDDING, _EMBEDDING if are_equal else _OUTPUT_LAYER
 
 
-def _add_layer(decoder: Any, spec: DecoderSpec, packer: _Packer, prefix: str, window: int) -> None:
+def add_layer(decoder: Any, spec: DecoderSpec, packer: Packer, prefix: str, window: int) -> None:
+    """prefix: of the layer's weights; window: keys that a query sees, 0 for all."""
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.merged:

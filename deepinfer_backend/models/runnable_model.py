@@ -14,7 +14,7 @@ from deepinfer_backend.models.gguf_header import read_gguf_header
 from deepinfer_backend.models.gguf_weights import GgufWeights, why_unreadable
 from deepinfer_backend.models.interface import Model
 from deepinfer_backend.models.llama_family import DecoderSpec
-from deepinfer_backend.models.loader import load_model
+from deepinfer_backend.models.loader import load_config, load_model
 from deepinfer_backend.models.model_files import read_json, referenced_gguf
 from deepinfer_backend.models.native_model import NativeModel
 from deepinfer_backend.models.packed_weights import PACKED_METHODS, packed_weights
@@ -26,22 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 def load_runnable_model(
-    path: Path, dtype: torch.dtype, device: torch.device, *, dequantize: bool, has_adapters: bool
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dequantize: bool,
+    has_adapters: bool,
+    with_mtp_layer: bool = False,
 ) -> Model:
     """The model in folder `path`, in `dtype` on `device`; to be called on the device's stream.
 
-    dequantize: weights that are stored with few bits become `dtype` too.
+    dequantize: weights that are stored with few bits become `dtype` too. with_mtp_layer: a model that runs through
+    transformers has one layer more, that of its multi-token-prediction module.
 
     Raises:
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
     """
-    quantization_config = read_json(path / "config.json").get("quantization_config") or {}
-    method = quantization_config.get("quant_method")
+    method = _quantization_config(path).get("quant_method")
     spec_or_reason = _why_not_here(dtype, device, has_adapters) or read_decoder_spec(path)
     if isinstance(spec_or_reason, DecoderSpec) and method not in (None, *PACKED_METHODS):
         spec_or_reason = f"the quant_method of its weights is {method}"
     if isinstance(spec_or_reason, DecoderSpec):
-        source = _open_weights(path, quantization_config)
+        source = open_weights(path)
         if dequantize:
             source = DequantizedWeights(source)
         with show_progress(f"Loading {path.name}") as advance:
@@ -54,7 +60,13 @@ def load_runnable_model(
     # Most of a second to import, and only here of use.
     from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
 
-    return TransformersModel(load_model(path, dtype, device, ATTENTION_NAME))
+    fields = {"num_hidden_layers": load_config(path).num_hidden_layers + 1} if with_mtp_layer else {}
+    return TransformersModel(load_model(path, dtype, device, ATTENTION_NAME, **fields), has_mtp_layer=with_mtp_layer)
+
+
+def _quantization_config(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = read_json(path / "config.json").get("quantization_config") or {}
+    return config
 
 
 def _why_not_here(dtype: torch.dtype, device: torch.device, has_adapters: bool) -> str | None:
@@ -67,7 +79,13 @@ def _why_not_here(dtype: torch.dtype, device: torch.device, has_adapters: bool) 
     return None
 
 
-def _open_weights(path: Path, quantization_config: dict[str, Any]) -> WeightSource:
+def open_weights(path: Path) -> WeightSource:
+    """Those in folder `path`, as they are stored.
+
+    Raises:
+        UnsupportedModelError: a file is damaged, or of a kind that is not read.
+    """
+    quantization_config = _quantization_config(path)
     gguf_file = referenced_gguf(path)
     # What is not read from there was dequantized when the file was converted.
     if gguf_file is not None and why_unreadable(read_gguf_header(gguf_file)) is None:

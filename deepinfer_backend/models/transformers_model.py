@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +31,10 @@ class _Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class _PagedLayers:
+class PagedLayers:
     """One step's attention over the caches of all layers."""
 
-    def __init__(self, step: AttentionStep, caches: Sequence[LayerCache]) -> None:
+    def __init__(self, step: AttentionStep, caches: Sequence[LayerCache] | Mapping[int, LayerCache]) -> None:
         self._step = step
         self._caches = caches
 
@@ -114,8 +114,13 @@ class TransformersModel:
             we do not have.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: torch.nn.Module, *, has_mtp_layer: bool = False) -> None:
+        """has_mtp_layer: its last layer is not its own, but that of a multi-token-prediction module: `mtp_layer`."""
+        self.module = module
+        self.mtp_layer: torch.nn.Module | None = None
+        if has_mtp_layer:
+            self.mtp_layer = module.base_model.layers.pop(-1)  # type: ignore[union-attr, operator]
+            module.config.num_hidden_layers -= 1  # type: ignore[union-attr, operator]
         config = module.config.get_text_config()  # type: ignore[union-attr, operator]
         self.max_position_embeddings = int(config.max_position_embeddings)
         self.vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
@@ -126,12 +131,17 @@ class TransformersModel:
         self.lora = LoraLayers(module, self.device)
         self._hidden_states: torch.Tensor | None = None
         self._caches: Sequence[LayerCache] = ()
+        self._token_states: torch.Tensor | None = None
         # What the output layer is given: the last hidden states of the rows that it is asked for.
         module.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_states)  # type: ignore[operator]
+        module.base_model.register_forward_hook(self._keep_token_states)  # type: ignore[union-attr]
         self.layers = self._probe_layers()
 
     def _keep_hidden_states(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._hidden_states = inputs[0]
+
+    def _keep_token_states(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._token_states = output.last_hidden_state[0]
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
         self._caches = caches
@@ -142,18 +152,20 @@ class TransformersModel:
         positions: torch.Tensor,
         attention: AttentionStep,
         logits_indices: torch.Tensor,
+        *,
+        wants_token_states: bool = False,
     ) -> ForwardResult:
-        return self._forward(token_ids, positions, _PagedLayers(attention, self._caches), logits_indices)
+        return self._forward(token_ids, positions, PagedLayers(attention, self._caches), logits_indices)
 
     def _probe_layers(self) -> list[LayerShape]:
         recorder = _LayerRecorder()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             self._forward(zero, zero, recorder, zero)
-        num_layers = self._module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        num_layers = self.module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
         if sorted(recorder.layers) != list(range(num_layers)):
             raise UnsupportedModelError(
-                f"{type(self._module).__name__} has {num_layers} layers of which {len(recorder.layers)} attend over "
+                f"{type(self.module).__name__} has {num_layers} layers of which {len(recorder.layers)} attend over "
                 "cached keys and values; other kinds of layers are not supported"
             )
         return [recorder.layers[layer] for layer in range(num_layers)]
@@ -161,7 +173,7 @@ class TransformersModel:
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: _Attention, logits_indices: torch.Tensor
     ) -> ForwardResult:
-        output = self._module(
+        output = self.module(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
@@ -169,4 +181,4 @@ class TransformersModel:
             deepinfer_attention=attention,
         )
         assert self._hidden_states is not None
-        return ForwardResult(output.logits[0], self._hidden_states.flatten(0, -2))
+        return ForwardResult(output.logits[0], self._hidden_states.flatten(0, -2), self._token_states)

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from deepinfer_backend.ops.ngram_drafts import append_history, begin_history, propose_ngram
-from deepinfer_backend.speculation.drafter import SampledTokens
+from deepinfer_backend.models.interface import ForwardResult, LayerShape
+from deepinfer_backend.ops.ngram_drafts import propose_ngram
+from deepinfer_backend.ops.paged_attention import LayerCache
+from deepinfer_backend.speculation.drafter import Drafter, SampledStep
+from deepinfer_backend.speculation.token_history import TokenHistory
+from deepinfer_backend.worker.model_runner import ForwardInputs
 from deepinfer_backend.worker.slot_state import SlotState
 
 
-class NgramDrafter:
-    """Keeps each slot's tokens on the device: where a step's own are known before the host knows them."""
+class NgramDrafter(Drafter):
+    """Looks for the longest run of last tokens, min_ngram to max_ngram of them, that the slot had before.
 
-    def __init__(
-        self, *, max_num_seqs: int, max_seq_len: int, min_ngram: int, max_ngram: int, device: torch.device
-    ) -> None:
-        self._history = torch.zeros(max_num_seqs, max_seq_len, dtype=torch.int32, device=device)
-        self._history_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+    It has no model, and so no layers.
+    """
+
+    needs_token_states = False
+    max_tokens_behind = 0
+
+    def __init__(self, history: TokenHistory, *, min_ngram: int, max_ngram: int) -> None:
+        self._history = history
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
-    def begin(self, slot: int, token_ids: torch.Tensor) -> None:
-        begin_history(self._history, self._history_lens, slot, token_ids)
+    @property
+    def layers(self) -> list[LayerShape]:
+        return []
 
-    def propose(self, sampled: SampledTokens, state: SlotState) -> None:
-        append_history(sampled.token_ids, sampled.num_tokens, sampled.slots, self._history, self._history_lens)
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        pass
+
+    def follow_prefill(self, inputs: ForwardInputs, result: ForwardResult) -> None:
+        pass
+
+    def begin(self, slot: int, token_ids: torch.Tensor) -> None:
+        self._history.begin(slot, token_ids)
+
+    def propose(self, step: SampledStep, state: SlotState) -> None:
+        self._history.append(step.tensors)
         propose_ngram(
-            self._history, self._history_lens, sampled.slots, state.next_tokens, self._min_ngram, self._max_ngram
+            self._history.token_ids,
+            self._history.lens,
+            step.tensors.sample_slots,
+            state.next_tokens,
+            self._min_ngram,
+            self._max_ngram,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from deepinfer_backend.engine.messages import EngineStats
 from deepinfer_backend.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from deepinfer_backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from deepinfer_backend.triton.generate_request import RequestSummary
 
 MAX_TOKEN_GAPS = 64
@@ -68,10 +70,10 @@ def _engine_gauge(name: str, description: str, read: Callable[[EngineStats], flo
     return EngineFamily(MetricFamily(name, MetricKind.GAUGE, description), {"": read})
 
 
-def _engine_gauges(
-    name: str, description: str, label: str, series: Mapping[str, Callable[[EngineStats], float]]
+def _engine_series(
+    name: str, kind: MetricKind, description: str, label: str, series: Mapping[str, Callable[[EngineStats], float]]
 ) -> EngineFamily:
-    return EngineFamily(MetricFamily(name, MetricKind.GAUGE, description, label, tuple(series)), series)
+    return EngineFamily(MetricFamily(name, kind, description, label, tuple(series)), series)
 
 
 def _engine_counter(name: str, description: str, read: Callable[[EngineStats], float]) -> EngineFamily:
@@ -91,6 +93,11 @@ def _seconds(begin_ns: int, end_ns: int) -> float | None:
 
 def _usage(stats: EngineStats) -> float:
     return stats.num_used_blocks / max(1, stats.num_blocks)
+
+
+def _num_accepted_at(position: int, stats: EngineStats) -> int:
+    counts = stats.num_accepted_by_position
+    return counts[position] if position < len(counts) else 0
 
 
 ENGINE_FAMILIES = (
@@ -117,9 +124,22 @@ ENGINE_FAMILIES = (
         "Proposed tokens that the model agreed to.",
         lambda s: s.num_accepted_draft_tokens,
     ),
+    _engine_counter(
+        "deepinfer_drafts_total",
+        "How often a sequence's step verified proposed tokens; accepted ones by this, plus 1: tokens of such a step.",
+        lambda s: s.num_drafts,
+    ),
+    _engine_series(
+        "deepinfer_accepted_draft_tokens_by_position_total",
+        MetricKind.COUNTER,
+        "Proposed tokens that the model agreed to, by their place after the last token, from 0.",
+        "position",
+        {str(position): partial(_num_accepted_at, position) for position in range(MAX_SPECULATIVE_TOKENS)},
+    ),
     # The names of TensorRT-LLM's backend: Triton's load-report header and the routers of gateways look for these.
-    _engine_gauges(
+    _engine_series(
         "nv_trt_llm_kv_cache_block_metrics",
+        MetricKind.GAUGE,
         "KV-cache blocks; reused: found in the prefix cache since the engine started; fraction: used by max.",
         "kv_cache_block_type",
         {
@@ -131,8 +151,9 @@ ENGINE_FAMILIES = (
             "fraction": _usage,
         },
     ),
-    _engine_gauges(
+    _engine_series(
         "nv_trt_llm_request_metrics",
+        MetricKind.GAUGE,
         "Sequences; active and scheduled: in the running batch; max: the most that fit into it.",
         "request_type",
         {

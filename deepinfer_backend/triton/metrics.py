@@ -140,9 +140,7 @@ class _EngineTotals:
     before: EngineStats
 
     def without_engine(self) -> _EngineTotals:
-        fields = EngineStats.__struct_fields__
-        both = {name: getattr(self.before, name) + getattr(self.stats, name) for name in fields}
-        return _EngineTotals(EngineStats(), EngineStats(**both))
+        return _EngineTotals(EngineStats(), self.before + self.stats)
 
 
 class _HitRatio:

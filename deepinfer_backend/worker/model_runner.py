@@ -28,6 +28,7 @@ class ForwardInputs:
     step: StepInputs
     attention: AttentionStep
     has_logits: bool
+    wants_token_states: bool
     block_copies: torch.Tensor | None
     lora: LoraStep | None
 
@@ -40,10 +41,12 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._slots = slots
-        self._max_seq_len = max_seq_len
-        model.use_caches(kv_cache.layers)
+        self.max_seq_len = max_seq_len
+        model.use_caches(kv_cache.layers[: len(model.layers)])
 
-    def prepare(self, batch: SchedulerOutputs, buffers: StepBuffers, lora: LoraStep | None) -> ForwardInputs:
+    def prepare(
+        self, batch: SchedulerOutputs, buffers: StepBuffers, lora: LoraStep | None, *, wants_token_states: bool
+    ) -> ForwardInputs:
         """Of a batch that was written into the buffers; on the host, without waiting for the device."""
         tensors = buffers.views(batch)
         attention = AttentionStep(
@@ -70,12 +73,13 @@ class ModelRunner:
             ),
             attention,
             has_logits=batch.num_sampled + batch.num_prompt_logits > 0,
+            wants_token_states=wants_token_states,
             block_copies=torch.from_numpy(block_copies.copy()) if len(block_copies) else None,
             lora=lora,
         )
 
-    def forward(self, inputs: ForwardInputs) -> ForwardResult | None:
-        """What the rows that sample and the prompt tokens that want logits give; None when there is neither.
+    def forward(self, inputs: ForwardInputs) -> ForwardResult:
+        """What the rows that sample and the prompt tokens that want logits give; of one token when there is neither.
 
         The inputs that the host has not seen yet come from the slots.
         """
@@ -88,8 +92,13 @@ class ModelRunner:
             self._slots.next_tokens,
             self._slots.num_accepted,
             block_size=self._kv_cache.block_size,
-            max_seq_len=self._max_seq_len,
+            max_seq_len=self.max_seq_len,
         )
         self._model.lora.set_step(inputs.lora)
-        result = self._model.forward(tensors.token_ids, tensors.positions, inputs.attention, tensors.logits_indices)
-        return result if inputs.has_logits else None
+        return self._model.forward(
+            tensors.token_ids,
+            tensors.positions,
+            inputs.attention,
+            tensors.logits_indices,
+            wants_token_states=inputs.wants_token_states,
+        )

@@ -6,6 +6,8 @@ import torch
 
 from deepinfer_backend.ops.verify_drafts import NO_TOKEN
 
+NO_SLOT = -1
+
 
 class SlotState:
     """Owned by the Worker; read and written on the device's stream alone, so that the host never waits for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,7 +16,7 @@ from deepinfer_backend.models.interface import ForwardResult
 from deepinfer_backend.models.lora import plan_lora
 from deepinfer_backend.ops.uniforms import SampledRows, uniforms_of
 from deepinfer_backend.ops.verify_drafts import verify_drafts
-from deepinfer_backend.speculation.drafter import Drafter, SampledTokens
+from deepinfer_backend.speculation.drafter import Drafter, SampledStep
 from deepinfer_backend.worker.device import DeviceStream, Pending, device_to_host, host_to_device
 from deepinfer_backend.worker.logprobs import RowLogprobs, logprobs_of
 from deepinfer_backend.worker.model_runner import ModelRunner
@@ -40,9 +41,13 @@ NO_HANDLES: Handles = np.empty(0, dtype=np.uint64)
 
 @dataclass(slots=True)
 class StepState:
-    """One launched step. `plan` and `sampled` are set by part 3; the latter's result is None if nothing has logits."""
+    """One launched step, at `launched_s` of time.perf_counter.
+
+    `plan` and `sampled` are set by part 3; the latter's result is None if nothing has logits.
+    """
 
     batch: SchedulerOutputs
+    launched_s: float
     buffers: StepBuffers
     forward: Pending[ForwardResult | None]
     plan: SamplingPlan = NO_PLAN
@@ -132,19 +137,29 @@ class Worker:
         buffers = self._free_buffers
         self._free_buffers, self._used_buffers = self._used_buffers, buffers
         try:
-            return StepState(batch, buffers, self._launch_forward(batch, buffers))
+            forward: Pending[ForwardResult | None] = self._launch_forward(batch, buffers)
         except Exception as error:
-            return StepState(batch, buffers, self._failed(error))
+            forward = self._failed(error)
+        return StepState(batch, time.perf_counter(), buffers, forward)
 
     def _launch_forward(self, batch: SchedulerOutputs, buffers: StepBuffers) -> Pending[ForwardResult | None]:
         batch.write(buffers.arrays)
         lora = None
         if batch.any_lora:
             lora = plan_lora(batch.lora_ids, buffers.query_start_loc[: batch.num_seqs + 1], self._stream.device)
-        inputs = self._runner.prepare(batch, buffers, lora)
+        follows = self._drafter if batch.is_prefill else None
+        wants_token_states = follows is not None and follows.needs_token_states
+        inputs = self._runner.prepare(batch, buffers, lora, wants_token_states=wants_token_states)
+
+        def launch() -> ForwardResult | None:
+            result = self._runner.forward(inputs)
+            if follows is not None:
+                follows.follow_prefill(inputs, result)
+            return result if inputs.has_logits else None
+
         # If the step before failed its sequences end, and what this one computes for them from what their slots had
         # before is dropped; the others need nothing of it.
-        return self._stream.submit(lambda: self._runner.forward(inputs))
+        return self._stream.submit(launch)
 
     def _sample(self, state: StepState) -> None:
         try:
@@ -172,6 +187,7 @@ class Worker:
         needs_output_indices = not batch.all_greedy or batch.num_banned > 0
         new_slots = [(slot, torch.from_numpy(token_ids)) for slot, token_ids in batch.new_slots]
         sampling = _sampling_batch(batch, tensors, plan, device)
+        query_lens, num_drafts = batch.draft_query_lens, batch.max_num_proposed
         embedding_rows = row_tensor(plan.embedding_rows, device)
         targets = [host_to_device(torch.from_numpy(target.token_ids), device) for target in plan.prompt_targets]
 
@@ -186,7 +202,18 @@ class Worker:
             if needs_output_indices:
                 uniforms_of(sampled_rows, self._slots.num_accepted, tensors.uniforms, tensors.row_output_indices)
             sampled = sample_batch(forward.logits[:num_rows], sampling)
-            drafts = self._verify_and_propose(tensors, new_slots)
+            self._verify(tensors)
+            drafts = None
+            if self._drafter is not None:
+                step = SampledStep(
+                    tensors=tensors,
+                    hidden_states=forward.hidden_states,
+                    rows=sampling.rows,
+                    query_lens=query_lens,
+                    num_drafts=num_drafts,
+                    max_seq_len=self._runner.max_seq_len,
+                )
+                drafts = self._propose(self._drafter, step, new_slots)
             return StepResult(
                 token_ids=device_to_host(tensors.sampled_token_ids),
                 num_tokens=device_to_host(tensors.num_sampled_tokens),
@@ -199,30 +226,24 @@ class Worker:
 
         return self._stream.submit(launch)
 
-    def _verify_and_propose(
-        self, tensors: StepTensors, new_slots: list[tuple[int, torch.Tensor]]
-    ) -> torch.Tensor | None:
-        """Of the targets what each sequence gets; the drafts for the tokens after these, if there is a drafter.
-
-        [num_sampled, num_speculative_tokens] int32. On the device's stream.
-        """
-        slots = self._slots
+    def _verify(self, tensors: StepTensors) -> None:
+        """Of the targets what each sequence gets. On the device's stream."""
         verify_drafts(
             tensors.targets,
             tensors.sample_start_loc,
             tensors.sample_slots,
-            slots.next_tokens,
-            slots.num_accepted,
+            self._slots.next_tokens,
+            self._slots.num_accepted,
             tensors.sampled_token_ids,
             tensors.num_sampled_tokens,
         )
-        if self._drafter is None:
-            return None
+
+    def _propose(self, drafter: Drafter, step: SampledStep, new_slots: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Drafts for the tokens after these, [num_sampled, num_speculative_tokens] int32. On the device's stream."""
         for slot, token_ids in new_slots:
-            self._drafter.begin(slot, token_ids)
-        sampled = SampledTokens(tensors.sample_slots, tensors.sampled_token_ids, tensors.num_sampled_tokens)
-        self._drafter.propose(sampled, slots)
-        return slots.next_tokens[tensors.sample_slots.long(), 1:]
+            drafter.begin(slot, token_ids)
+        drafter.propose(step, self._slots)
+        return self._slots.next_tokens[step.tensors.sample_slots.long(), 1:]
 
 
 def _prompt_logprobs(logits: torch.Tensor, plan: SamplingPlan, targets: list[torch.Tensor]) -> list[RowLogprobs]:

@@ -30,6 +30,7 @@ class Sampled:
     verified: list[int]  # the drafts that the step computed; NO_TOKEN where none was proposed
     tokens: list[int]  # those of them that were accepted, and one more
     proposed: list[int]  # drafts for what comes next
+    query_len: int  # how many tokens the drafter computed to begin with
 
 
 @dataclass
@@ -91,6 +92,8 @@ class FakeDevice:
     What a launched row reads through its block table is the KV of its own history. Rows, tokens and prompt logits stay
     within the limits. Nothing that is not in the sequence's own past or the step in flight is an input. However many
     drafts the step in flight accepted, what a row writes is in its own block table, and within the longest sequence.
+    A drafter with a model has keys and values of its own in the same blocks, and knows all tokens before those that it
+    is to compute; unless they come from the prefix cache, which does not know whether it does.
     """
 
     def __init__(self, limits: dict[str, Any], max_seq_len: int) -> None:
@@ -100,6 +103,7 @@ class FakeDevice:
         self._width = 1 + int(limits["num_speculative_tokens"])
         self._histories = Histories()
         self._slots: dict[int, int] = {}
+        self._draft_slots: dict[int, int] = {}  # what the drafter wrote there
         self._num_owners: Counter[int] = Counter()  # of each block in the tables of a step
         self._next_tokens = np.full((limits["max_num_seqs"], self._width), 77, np.int32)
         self._num_accepted = np.full(limits["max_num_seqs"], 77, np.int32)
@@ -136,7 +140,7 @@ class FakeDevice:
         verified = {}
         for index, (seq_id, line) in enumerate(zip(seq_ids, rows, strict=True)):
             assert (self._arrays["advance_slots"][index] >= 0) == (in_flight[index] > 0)
-            verified[seq_id] = self._write_row(index, line, num_drafts[seq_id], previous)
+            verified[seq_id] = self._write_row(index, line, num_drafts[seq_id], previous, batch.is_prefill)
         for index, (row, line) in enumerate(zip(metadata, rows, strict=True)):
             text = line.history + [max(0, draft) for draft in verified[row.seq_id]]
             assert (row.request_id, row.is_prefill) == (line.request_id, batch.is_prefill)
@@ -151,6 +155,8 @@ class FakeDevice:
         self._check_columns(batch, rows, sampled_seq_ids, lines)
         self._take_new_slots(batch)
         sampled = self._sample(batch, [(seq_id, lines[seq_id], verified[seq_id]) for seq_id in sampled_seq_ids])
+        for each in sampled:
+            self._compute_drafts(seq_ids.index(each.seq_id), lines[each.seq_id], each)
         return Launched(batch, seq_ids, sampled, fails)
 
     def _check_limits(self, batch: SchedulerOutputs) -> None:
@@ -166,10 +172,11 @@ class FakeDevice:
 
     def _copy_blocks(self, batch: SchedulerOutputs) -> None:
         for source, target in batch.block_copies:
-            for offset in range(self._block_size):
-                self._slots.pop(self._slot(target, offset), None)
-                if self._slot(source, offset) in self._slots:
-                    self._slots[self._slot(target, offset)] = self._slots[self._slot(source, offset)]
+            for slots in (self._slots, self._draft_slots):
+                for offset in range(self._block_size):
+                    slots.pop(self._slot(target, offset), None)
+                    if self._slot(source, offset) in slots:
+                        slots[self._slot(target, offset)] = slots[self._slot(source, offset)]
 
     def _slot(self, block: int, offset: int) -> int:
         return int(block) * self._block_size + offset
@@ -183,7 +190,9 @@ class FakeDevice:
         slot = int(self._arrays["advance_slots"][index])
         return int(self._num_accepted[slot]) if slot >= 0 else 0
 
-    def _write_row(self, index: int, line: Line, num_drafts: int, previous: Launched | None) -> list[int]:
+    def _write_row(
+        self, index: int, line: Line, num_drafts: int, previous: Launched | None, is_prefill: bool
+    ) -> list[int]:
         """Returns its drafts."""
         begin, end = (int(at) for at in self._arrays["query_start_loc"][index : index + 2])
         token_ids, sources = self._arrays["token_ids"], self._arrays["token_sources"]
@@ -205,6 +214,8 @@ class FakeDevice:
             assert self._num_owners[slot // self._block_size] == 1, "writes into a block that another one reads"
             assert advance > 0 or self._arrays["slot_mapping"][token_index] == slot
             self._slots[slot] = POISON if line.is_poisoned else contents[position]
+            if is_prefill:
+                self._draft_slots[slot] = contents[position]
         return drafts
 
     def _check_reads(self, index: int, line: Line, text: list[int]) -> None:
@@ -254,6 +265,8 @@ class FakeDevice:
         advances = [0 if batch.is_prefill else self._advance(index) for index in range(batch.num_sampled)]
         self._check_banned(batch, [line for _, line, _ in rows])
         sampled = []
+        query_lens = batch.draft_query_lens.tolist()
+        assert len(query_lens) == len(rows)
         for index, ((seq_id, line, drafts), slot, advance) in enumerate(zip(rows, slots, advances, strict=True)):
             assert int(arrays["seeds"][index]) % 2**64 == line.seed
             assert arrays["output_indices"][index] + advance == line.num_outputs
@@ -261,15 +274,39 @@ class FakeDevice:
             positions = arrays["positions"][arrays["logits_indices"][start:end]] + advance
             assert positions.tolist() == list(range(len(line.history) - 1, len(line.history) + len(drafts)))
             output_index, tokens = line.num_outputs, self._verify(line, drafts)
-            proposed = draft_tokens(line.history + tokens, line, self._width - 1)
+            has_proposal = query_lens[index] > 0 or not self._limits["num_lookahead_tokens"]
+            num_proposed = batch.max_num_proposed if has_proposal else 0
+            proposed = draft_tokens(line.history + tokens, line, num_proposed)
+            proposed += [NO_TOKEN] * (self._width - 1 - num_proposed)
             if not line.is_beam:
                 assert self._width == 1 or self._texts[slot] == line.history
                 line.history += tokens
                 self._texts[slot] = list(line.history)
             self._next_tokens[slot] = [tokens[-1], *proposed]
             self._num_accepted[slot] = len(tokens) - 1
-            sampled.append(Sampled(seq_id, output_index, drafts, tokens, proposed))
+            sampled.append(Sampled(seq_id, output_index, drafts, tokens, proposed, query_lens[index]))
         return sampled
+
+    def _compute_drafts(self, index: int, line: Line, sampled: Sampled) -> None:
+        """The drafter's keys and values of the sequence's last tokens, and of its drafts, in the places that it has."""
+        query_len = sampled.query_len
+        if not query_len:
+            return
+        num_tokens = len(line.history)
+        drafts = [max(0, draft) for draft in sampled.proposed[:-1]]  # nothing is computed from the last one
+        contents = self._histories.of(line.salt, line.history + drafts)
+        assert not line.is_beam
+        assert 2 <= query_len <= num_tokens
+        end = min(num_tokens - 1 + self._limits["num_lookahead_tokens"], self._max_seq_len)
+        for position in range(num_tokens - query_len, end):
+            slot = self._own_slot(index, position)
+            # What was known before may be others' past too: there the same is written again.
+            is_shared = self._num_owners[slot // self._block_size] > 1
+            assert not is_shared or position < num_tokens - 1, "a drafter writes into a block that another one reads"
+            self._draft_slots[slot] = contents[position]
+        if not (self._limits["enable_prefix_caching"] or line.is_poisoned):
+            known = range(min(num_tokens, self._max_seq_len))
+            assert [self._draft_slots[self._own_slot(index, position)] for position in known] == contents[: len(known)]
 
     @staticmethod
     def _verify(line: Line, drafts: list[int]) -> list[int]:

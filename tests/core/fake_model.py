@@ -108,7 +108,10 @@ class Line:
     prompt_positions: set[int] = field(default_factory=set)  # those that a step gave logits for
     has_drafts: bool = False  # on the device, in the slot that it has now
     acceptance_rate: float = 0.5
+    num_proposed: int = 0  # at most, by the last step that sampled for it
+    num_tokens_behind: int = 0  # its last ones that the drafter has not computed, at most
     proposed: list[int] = field(default_factory=list)  # drafts for what comes next, as the host knows them
+    num_rows_with_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     is_held: bool = False  # a beam that waits for its next token
@@ -147,6 +150,7 @@ class Line:
                 "output_logprobs": {},
                 "prompt_positions": set(),
                 "has_drafts": False,
+                "num_rows_with_drafts": 0,
                 "num_draft_tokens": 0,
                 "num_accepted_draft_tokens": 0,
             }
@@ -164,9 +168,16 @@ class Line:
         probabilities = itertools.accumulate([self.acceptance_rate] * max_num_drafts, operator.mul)
         return sum(probability > threshold for probability in probabilities)
 
-    def compare(self, tokens: list[int], weight: float = 0.125) -> None:
-        """Learns from what was proposed for `tokens`: as long as it was right, and the first that was not."""
-        for draft, token in zip(self.proposed, tokens, strict=False):
+    def compare(self, tokens: list[int], num_awaited: int, weight: float = 0.125) -> None:
+        """Learns from what was proposed for `tokens`: as long as it was right, and the first that was not.
+
+        num_awaited: how many of them the step was to verify. Others that are not there say nothing.
+        """
+        if self.proposed and not num_awaited and self.proposed[0] == NO_TOKEN:
+            self.acceptance_rate += (0.5 - self.acceptance_rate) / 1024
+        for index, (draft, token) in enumerate(zip(self.proposed, tokens, strict=False)):
+            if draft == NO_TOKEN and index >= num_awaited:
+                break
             self.acceptance_rate += weight * ((draft == token) - self.acceptance_rate)
             if draft != token:
                 break

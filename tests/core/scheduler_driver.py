@@ -51,6 +51,9 @@ class SchedulerDriver:
             "max_model_len": 64,
             "max_num_extra_logits": 4,
             "num_speculative_tokens": 0,
+            "num_lookahead_tokens": 0,
+            "max_tokens_behind": 64,
+            "enable_prefix_caching": True,
         }
         self.limits = {**defaults, **limits}
         self.zero_overhead_scheduling = zero_overhead_scheduling
@@ -206,10 +209,34 @@ class SchedulerDriver:
                 in_flight = 0 if self.inflight is None else self.inflight.num_drafts(seq_id)
                 begin = len(line.prompt) + num_outputs[seq_id] - 1 + in_flight  # at the most, of its last token
                 room = min(line.max_tokens - num_outputs[seq_id] - 1, self.max_seq_len - begin - 2)
-                expected = max(0, min(line.num_drafts(threshold, width), room))
+                expected = max(0, min(line.num_drafts(threshold, line.num_proposed), room))
             assert len(sampled.verified) <= expected
             assert is_short or len(sampled.verified) == expected
             line.has_drafts = True
+            self._check_proposal(sampled, line, batch.is_prefill, threshold)
+
+    def _check_proposal(self, sampled: Sampled, line: Line, is_prefill: bool, threshold: float) -> None:
+        width, num_lookahead_tokens = self.limits["num_speculative_tokens"], self.limits["num_lookahead_tokens"]
+        if not num_lookahead_tokens:
+            assert sampled.query_len == 0
+            line.num_proposed = width
+            return
+        if is_prefill:
+            line.num_tokens_behind = 0
+        num_wanted = (
+            0
+            if line.is_beam or line.num_tokens_behind > self.limits["max_tokens_behind"]
+            else line.num_drafts(threshold, width)
+        )
+        if not num_wanted:
+            assert sampled.query_len == 0
+        elif sampled.query_len:
+            assert sampled.query_len <= line.num_tokens_behind + 2
+        else:
+            assert self.scheduler.num_free_blocks <= width or len(line.history) + 2 * width >= self.max_seq_len
+        line.num_proposed = num_wanted if sampled.query_len else 0
+        behind = line.num_tokens_behind + 1 + len(sampled.verified)
+        line.num_tokens_behind = 0 if sampled.query_len else behind
 
     def _learn(self, sampled: Sampled) -> None:
         line = self.lines[sampled.seq_id]
@@ -219,11 +246,13 @@ class SchedulerDriver:
         assert sampled.verified == line.proposed[: len(sampled.verified)]
         is_proposed = [draft != NO_TOKEN for draft in sampled.verified]
         line.num_draft_tokens += sum(is_proposed)
-        line.compare(sampled.tokens)
+        line.num_rows_with_drafts += any(is_proposed)
+        line.compare(sampled.tokens, len(sampled.verified))
         line.proposed = sampled.proposed
 
     def _check_counts(self) -> None:
         scheduler, lines = self.scheduler, self.lines.values()
+        assert scheduler.num_drafts == sum(line.num_rows_with_drafts for line in lines)
         assert scheduler.num_draft_tokens == sum(line.num_draft_tokens for line in lines)
         assert scheduler.num_accepted_draft_tokens == sum(line.num_accepted_draft_tokens for line in lines)
         assert scheduler.num_accepted_by_position.tolist() == self.num_accepted_by_position

@@ -206,6 +206,7 @@ def test_abort_with_drafts_in_flight_gives_no_output_and_all_blocks_back() -> No
 @settings(max_examples=150, deadline=None)
 @given(
     num_speculative_tokens=st.integers(1, 7),
+    has_draft_model=st.booleans(),
     num_blocks=st.integers(10, 40),
     block_size=st.integers(2, 5),
     max_num_seqs=st.integers(1, 6),
@@ -230,8 +231,10 @@ def test_requests_with_drafts_have_the_tokens_of_the_plain_model(
     requests: list[tuple[int, int, int | None, int, bool, int]],
     thresholds: list[float],
     aborts: dict[int, int],
+    has_draft_model: bool,
     **limits: Any,
 ) -> None:
+    limits["num_lookahead_tokens"] = limits["num_speculative_tokens"] if has_draft_model else 0
     driver = SchedulerDriver(max_num_extra_logits=32, max_model_len=20, **limits)
     for index, (num_tokens, max_tokens, draft_quality, n, ignore_eos, num_logprobs) in enumerate(requests):
         driver.add(
@@ -248,6 +251,45 @@ def test_requests_with_drafts_have_the_tokens_of_the_plain_model(
         driver.step(draft_threshold=thresholds[step % len(thresholds)])
         if step in aborts:
             driver.abort(f"{aborts[step]}")
+    driver.drain()
+
+
+# ---- a drafter with a model ----
+
+
+def test_model_that_was_not_asked_for_some_steps_computes_what_it_missed() -> None:
+    driver = draft_driver(num_lookahead_tokens=3, zero_overhead_scheduling=False, enable_prefix_caching=False)
+    driver.add("a", PROMPT, 30, ignore_eos=True, draft_quality=4)
+    steps = [driver.step(draft_threshold=threshold) for threshold in (0.0, 0.0, 1.0, 1.0, 0.0, 0.0)]
+    # Drafts are proposed by one step and verified by the next; two tokens came without it, and two it always computes.
+    assert [(batch.num_tokens, *batch.draft_query_lens.tolist()) for batch in steps] == [
+        (5, 2),
+        (4, 2),
+        (1, 0),
+        (1, 0),
+        (1, 4),
+        (4, 2),
+    ]
+    driver.drain()
+
+
+def test_model_that_is_far_behind_is_not_asked_any_more() -> None:
+    driver = draft_driver(num_lookahead_tokens=3, max_model_len=200)
+    driver.add("a", PROMPT, 150, ignore_eos=True, draft_quality=4)
+    for _ in range(70):
+        driver.step(draft_threshold=1.0)
+    assert driver.step().draft_query_lens.tolist() == [0]
+    driver.drain()
+
+
+def test_proposals_have_blocks_of_their_own_as_far_as_there_are_any() -> None:
+    driver = draft_driver(num_lookahead_tokens=3, num_blocks=3, zero_overhead_scheduling=False)
+    driver.add("a", PROMPT, 6, ignore_eos=True, draft_quality=4)
+    prefill = driver.step()
+    assert prefill.draft_query_lens.tolist() == [2]
+    assert driver.scheduler.num_used_blocks == 2  # positions 5 to 7 are those of the next token and its drafts
+    assert driver.step().num_tokens == 4
+    assert driver.scheduler.num_used_blocks == 3
     driver.drain()
 
 

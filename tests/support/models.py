@@ -58,3 +58,15 @@ def make_random_model(family: str, folder: Path) -> Path:
     path = folder / family
     model.save_pretrained(path)
     return path
+
+
+def make_similar_model(path: Path, folder: Path, noise: float = 0.05) -> Path:
+    """Writes the model with every weight changed by about that share, and returns its folder."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + noise * torch.randn_like(weight))
+    similar = folder / f"like-{path.name}"
+    model.save_pretrained(similar)
+    return similar

@@ -116,6 +116,8 @@ def _perf_tensors(deltas: Sequence[TextDelta], block_size: int) -> list[Any]:
     times = [delta.times for delta in deltas]
     num_reused = deltas[0].num_cached_tokens // block_size
     num_total = _num_blocks(deltas, block_size)
+    num_draft_tokens = sum(delta.num_draft_tokens for delta in deltas)
+    num_accepted = sum(delta.num_accepted_draft_tokens for delta in deltas)
     return [
         _row("kv_cache_alloc_total_blocks", [num_total], np.int32),
         _row("kv_cache_reused_blocks", [num_reused], np.int32),
@@ -124,9 +126,9 @@ def _perf_tensors(deltas: Sequence[TextDelta], block_size: int) -> list[Any]:
         _row("first_scheduled_time_ns", [min(each.first_scheduled_time_ns for each in times)], np.int64),
         _row("first_token_time_ns", [min(each.first_token_time_ns for each in times)], np.int64),
         _row("last_token_time_ns", [max(each.last_token_time_ns for each in times)], np.int64),
-        _row("acceptance_rate", [0.0], np.float32),
-        _row("total_accepted_draft_tokens", [0], np.int32),
-        _row("total_draft_tokens", [0], np.int32),
+        _row("acceptance_rate", [num_accepted / max(1, num_draft_tokens)], np.float32),
+        _row("total_accepted_draft_tokens", [num_accepted], np.int32),
+        _row("total_draft_tokens", [num_draft_tokens], np.int32),
     ]
 
 
