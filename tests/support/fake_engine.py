@@ -27,6 +27,8 @@ def output(request_id: str, token_id: int, finish_reason: str = "NONE", **others
         "stop_token_id": -1,
         "num_prompt_tokens": 1,
         "num_cached_tokens": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_draft_tokens": 0,
         "first_scheduled_time_ns": 1,
         "logprob": math.nan,
         "rank": 0,
