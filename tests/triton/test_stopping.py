@@ -192,6 +192,6 @@ def test_a_killed_server_leaves_no_process_and_once_stopped_no_memory(tmp_path: 
         start_streams(server, 2)
         process_ids = server.process_ids()
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: not running_processes(process_ids), 5, "stub and engine end by themselves")
+        wait_until(lambda: not running_processes(process_ids), 20, "stub and engine end by themselves")
         server.stop()
         assert server.shared_memory_regions() == []
