@@ -33,7 +33,7 @@ class DraftPolicy:
         acceptance_rates: [num_seqs], of the drafts of each sequence that the step may compute.
         """
         num_seqs = len(acceptance_rates)
-        if not num_seqs or not self._num_speculative_tokens:
+        if not num_seqs:
             return ALL_DRAFTS
         known = {size: cost for size, cost in self._costs.items() if cost.is_known(self._num_steps)}
         plain, most = _size_class(num_seqs), _size_class(num_seqs * (1 + self._num_speculative_tokens))

@@ -23,7 +23,7 @@ from deepinfer_backend._core import (
 )
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
-from deepinfer_backend.engine.draft_policy import DraftPolicy
+from deepinfer_backend.engine.draft_policy import ALL_DRAFTS, DraftPolicy
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
@@ -158,7 +158,7 @@ class LLMEngine:
             run_on_stream=lambda work: self.stream.submit(work).result(),
         )
         self._adapters.check_configured()
-        self._draft_policy = DraftPolicy(num_speculative_tokens)
+        self._draft_policy = DraftPolicy(num_speculative_tokens) if num_speculative_tokens else None
         self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
@@ -267,7 +267,9 @@ class LLMEngine:
         self._end_expired()
         with self.timers.record("step"):
             with self.timers.record("schedule"):
-                draft_threshold = self._draft_policy.threshold(self.scheduler.acceptance_rates)
+                draft_threshold = ALL_DRAFTS
+                if self._draft_policy is not None:
+                    draft_threshold = self._draft_policy.threshold(self.scheduler.acceptance_rates)
                 _, batch = self.scheduler.schedule(self._sequence_metadata_pool, draft_threshold=draft_threshold)
             handles = self.worker.execute_model_step(batch)
             self._num_steps += 1
@@ -353,7 +355,7 @@ class LLMEngine:
     def _take_step_time(self, state: StepState) -> None:
         """Of a step that the device has just ended; it began when it was launched or when the one before ended."""
         began_s, self._last_step_end_s = max(state.launched_s, self._last_step_end_s), time.perf_counter()
-        if not state.batch.is_prefill:
+        if self._draft_policy is not None and not state.batch.is_prefill:
             self._draft_policy.take(state.batch.num_tokens, self._last_step_end_s - began_s)
 
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:

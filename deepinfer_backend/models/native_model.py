@@ -60,12 +60,7 @@ class NativeModel:
             advance((layer + 1) / len(spec.windows))
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._decoder.use_caches(
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
-            [cache.key_scales for cache in caches if cache.key_scales is not None],
-            [cache.value_scales for cache in caches if cache.value_scales is not None],
-        )
+        use_caches(self._decoder, caches)
 
     def forward(
         self,
@@ -76,18 +71,43 @@ class NativeModel:
         *,
         wants_token_states: bool = False,
     ) -> ForwardResult:
-        result = self._decoder.forward(
-            token_ids,
-            positions,
-            attention.block_tables,
-            attention.seq_lens,
-            attention.query_start_loc,
-            attention.slot_mapping,
-            logits_indices,
-            None,
-            wants_token_states,
+        return run_decoder(
+            self._decoder, token_ids, positions, attention, logits_indices, wants_token_states=wants_token_states
         )
-        return ForwardResult(*result)
+
+
+def use_caches(decoder: Any, caches: Sequence[LayerCache]) -> None:
+    decoder.use_caches(
+        [cache.keys for cache in caches],
+        [cache.values for cache in caches],
+        [cache.key_scales for cache in caches if cache.key_scales is not None],
+        [cache.value_scales for cache in caches if cache.value_scales is not None],
+    )
+
+
+def run_decoder(
+    decoder: Any,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionStep,
+    logits_indices: torch.Tensor,
+    *,
+    embeddings: torch.Tensor | None = None,
+    wants_token_states: bool = False,
+) -> ForwardResult:
+    """embeddings: [num_tokens, hidden_size] float32, in place of the tokens' own."""
+    result = decoder.forward(
+        token_ids,
+        positions,
+        attention.block_tables,
+        attention.seq_lens,
+        attention.query_start_loc,
+        attention.slot_mapping,
+        logits_indices,
+        embeddings,
+        wants_token_states,
+    )
+    return ForwardResult(*result)
 
 
 class Packer:

@@ -8,7 +8,7 @@ import torch
 
 from deepinfer_backend.errors import UnsupportedModelError
 from deepinfer_backend.models.interface import ForwardResult, LayerShape
-from deepinfer_backend.models.native_model import NativeModel, Packer, add_layer, make_decoder
+from deepinfer_backend.models.native_model import NativeModel, Packer, add_layer, make_decoder, run_decoder, use_caches
 from deepinfer_backend.models.weights import WeightSource
 from deepinfer_backend.ops.kernels import kernels
 from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache
@@ -50,12 +50,7 @@ class NativeMtpHead:
         add_layer(self._decoder, spec, packer, prefix, spec.windows[-1])
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        self._decoder.use_caches(
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
-            [cache.key_scales for cache in caches if cache.key_scales is not None],
-            [cache.value_scales for cache in caches if cache.value_scales is not None],
-        )
+        use_caches(self._decoder, caches)
 
     def forward(
         self,
@@ -72,15 +67,5 @@ class NativeMtpHead:
             ],
             dim=1,
         )
-        result = self._decoder.forward(
-            token_ids,
-            positions,
-            attention.block_tables,
-            attention.seq_lens,
-            attention.query_start_loc,
-            attention.slot_mapping,
-            logits_indices,
-            self._projection.forward(both),
-            False,
-        )
-        return ForwardResult(*result)
+        embeddings = self._projection.forward(both)
+        return run_decoder(self._decoder, token_ids, positions, attention, logits_indices, embeddings=embeddings)

@@ -9,9 +9,9 @@ import pytest
 
 from deepinfer_backend import LLM, SamplingParams
 from deepinfer_backend.errors import ConfigError
-from tests.engine.test_same_tokens import BATCHING, Case, blocks_for_the_longest, random_cases, run
+from tests.engine.test_same_tokens import BATCHING, Case
+from tests.speculation.greedy import GreedyCases
 from tests.support.models import make_random_model, make_similar_model
-from tests.support.oracle import TransformersOracle
 
 
 def draft_model(path: Path, num_speculative_tokens: int) -> dict[str, Any]:
@@ -20,18 +20,8 @@ def draft_model(path: Path, num_speculative_tokens: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case], list[list[int]]]:
-    path = make_random_model("llama", tmp_path_factory.mktemp("models"))
-    cases = random_cases(24, 400, 160, seed=3)
-    oracle = TransformersOracle(path)
-    return path, cases, [oracle.greedy(prompt, limit) for prompt, limit in cases]
-
-
-@pytest.fixture(scope="module")
-def similar_model(
-    random_model: tuple[Path, list[Case], list[list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    return make_similar_model(random_model[0], tmp_path_factory.mktemp("similar"))
+def similar_model(random_model: GreedyCases, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_similar_model(random_model.path, tmp_path_factory.mktemp("similar"))
 
 
 @pytest.mark.usefixtures("every_draft_is_verified")
@@ -41,23 +31,14 @@ def similar_model(
     [*((batching, 4) for batching in BATCHING), ("defaults", 1), ("defaults", 8)],
 )
 def test_greedy_tokens_equal_transformers(
-    random_model: tuple[Path, list[Case], list[list[int]]],
+    random_model: GreedyCases,
     similar_model: Path,
     batching: str,
     num_speculative_tokens: int,
     zero_overhead_scheduling: bool,
 ) -> None:
-    path, cases, expected = random_model
-    engine_args = dict(
-        BATCHING[batching],
-        zero_overhead_scheduling=zero_overhead_scheduling,
-        **draft_model(similar_model, num_speculative_tokens),
-    )
-    if batching == "few blocks":
-        engine_args["num_gpu_blocks_override"] = blocks_for_the_longest(cases)
-    tokens, num_preemptions = run(path, cases, **engine_args)
-    assert tokens == expected
-    assert (num_preemptions > 0) == (batching == "few blocks")
+    drafter = draft_model(similar_model, num_speculative_tokens)
+    random_model.check(batching, zero_overhead_scheduling=zero_overhead_scheduling, **drafter)
 
 
 def accepted_shares(model: Path, draft: Path, cases: list[Case], **params: Any) -> list[float]:
@@ -76,26 +57,24 @@ def accepted_shares(model: Path, draft: Path, cases: list[Case], **params: Any) 
 
 @pytest.mark.usefixtures("every_draft_is_verified")
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 5}], ids=str)
-def test_the_model_itself_is_always_right(
-    random_model: tuple[Path, list[Case], list[list[int]]], params: dict[str, Any]
-) -> None:
+def test_the_model_itself_is_always_right(random_model: GreedyCases, params: dict[str, Any]) -> None:
     """Whatever is drawn: with the same random numbers. Only drafts beyond the last token are cut off."""
-    path, cases, _ = random_model
+    path, cases = random_model.path, random_model.cases
     assert min(accepted_shares(path, path, cases, **params)) > 0.95
 
 
 @pytest.mark.usefixtures("every_draft_is_verified")
 def test_a_similar_model_is_right_more_often_than_another(
-    random_model: tuple[Path, list[Case], list[list[int]]], similar_model: Path, tmp_path: Path
+    random_model: GreedyCases, similar_model: Path, tmp_path: Path
 ) -> None:
-    path, cases, _ = random_model
+    path, cases = random_model.path, random_model.cases
     similar = accepted_shares(path, similar_model, cases, temperature=0.0)
     other = accepted_shares(path, make_random_model("qwen3", tmp_path), cases, temperature=0.0)
     assert sum(similar) > 5 * sum(other)
 
 
 def test_another_vocabulary_is_refused(
-    random_model: tuple[Path, list[Case], list[list[int]]],
+    random_model: GreedyCases,
 ) -> None:
     with pytest.raises(ConfigError, match=r"speculative_config.model is .*, of 512 tokens: must have the vocabulary"):
-        LLM(**draft_model(random_model[0], 2))
+        LLM(**draft_model(random_model.path, 2))

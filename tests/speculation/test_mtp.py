@@ -12,8 +12,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from deepinfer_backend import LLM
 from deepinfer_backend.errors import UnsupportedModelError
-from tests.engine.test_same_tokens import BATCHING, Case, blocks_for_the_longest, random_cases, run
-from tests.support.models import VOCAB_SIZE, make_random_model
+from tests.engine.test_same_tokens import BATCHING, random_cases, run
+from tests.speculation.greedy import GreedyCases
+from tests.support.models import VOCAB_SIZE
 from tests.support.oracle import TransformersOracle
 
 HIDDEN_SIZE = 64
@@ -82,13 +83,8 @@ def mtp(num_speculative_tokens: int, folder: Path | None = None) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def native_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Case], list[list[int]]]:
-    """The model, its module, cases and transformers' answers."""
-    path = make_random_model("llama", tmp_path_factory.mktemp("models"))
-    cases = random_cases(24, 400, 160, seed=3)
-    oracle = TransformersOracle(path)
-    expected = [oracle.greedy(prompt, limit) for prompt, limit in cases]
-    return path, make_module_folder(path, tmp_path_factory.mktemp("module")), cases, expected
+def module(random_model: GreedyCases, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_module_folder(random_model.path, tmp_path_factory.mktemp("module"))
 
 
 @pytest.mark.usefixtures("every_draft_is_verified")
@@ -98,22 +94,15 @@ def native_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, 
     [*((batching, 2) for batching in BATCHING), ("defaults", 1), ("defaults", 8)],
 )
 def test_greedy_tokens_of_a_native_model_equal_transformers(
-    native_model: tuple[Path, Path, list[Case], list[list[int]]],
+    random_model: GreedyCases,
+    module: Path,
     batching: str,
     num_speculative_tokens: int,
     zero_overhead_scheduling: bool,
 ) -> None:
-    path, module, cases, expected = native_model
-    engine_args = dict(
-        BATCHING[batching],
-        zero_overhead_scheduling=zero_overhead_scheduling,
-        **mtp(num_speculative_tokens, module),
+    random_model.check(
+        batching, zero_overhead_scheduling=zero_overhead_scheduling, **mtp(num_speculative_tokens, module)
     )
-    if batching == "few blocks":
-        engine_args["num_gpu_blocks_override"] = blocks_for_the_longest(cases)
-    tokens, num_preemptions = run(path, cases, **engine_args)
-    assert tokens == expected
-    assert (num_preemptions > 0) == (batching == "few blocks")
 
 
 @pytest.mark.usefixtures("every_draft_is_verified")
@@ -127,7 +116,7 @@ def test_greedy_tokens_of_a_deepseek_equal_transformers(tmp_path: Path, num_spec
 
 
 def test_a_model_without_a_module_is_refused(
-    native_model: tuple[Path, Path, list[Case], list[list[int]]],
+    random_model: GreedyCases,
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no multi-token-prediction module: no weight model.layers.3"):
-        LLM(str(native_model[0]), decode_sequence=False, **mtp(1))
+        LLM(str(random_model.path), decode_sequence=False, **mtp(1))
