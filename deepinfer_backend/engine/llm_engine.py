@@ -272,6 +272,8 @@ class LLMEngine:
                     draft_threshold = self._draft_policy.threshold(self.scheduler.acceptance_rates)
                 _, batch = self.scheduler.schedule(self._sequence_metadata_pool, draft_threshold=draft_threshold)
             handles = self.worker.execute_model_step(batch)
+            if not self.has_unfinished_requests():
+                self._free_finished()  # the next round may be far away
             self._num_steps += 1
         return self._give_out(handles)
 

@@ -135,6 +135,22 @@ def test_blocks_of_an_ended_sequence_stay_until_its_last_step_is_done(engine: LL
     assert engine.scheduler.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+@pytest.mark.parametrize("zero_overhead_scheduling", [True, False])
+def test_the_step_that_ends_the_last_request_frees_its_blocks(
+    model_path: Path, max_tokens: int, zero_overhead_scheduling: bool
+) -> None:
+    engine = LLMEngine(engine_config(model_path, zero_overhead_scheduling=zero_overhead_scheduling))
+    add(engine, "a", max_tokens=max_tokens)
+    while engine.has_unfinished_requests() or engine.has_inflight_step():
+        if engine.has_unfinished_requests():
+            engine.step()
+        else:
+            engine.flush_inflight_reqs()
+    assert engine.scheduler.num_used_blocks == 0
+    engine.close()
+
+
 def test_handle_is_valid_until_the_next_step_and_stale_afterwards(engine: LLMEngine, expected: list[int]) -> None:
     add(engine, "a", max_tokens=8)
     (handle,) = engine.step()
