@@ -1,6 +1,8 @@
 """`make bench-speculation`: decode tokens/s with speculation ÷ without, for texts that repeat themselves and others.
 
-Two engines, one of which speculates, take turns at the same greedy requests, and the median of the ratios counts.
+Two engines, one of which speculates, take turns at the same greedy requests, and the median of the ratios counts. Where
+llama.cpp is installed (`make peers PEERS=llama.cpp`) two of its servers, one with its own n-grams, take part in the
+requests that come alone.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workload import median_ratio
+from benchmarks.engines.llama_cpp_server_worker import LlamaCppServerRunner
+from benchmarks.model_files import bundled_gguf
+from benchmarks.peers import LLAMA_CPP_VERSION, llama_cpp_missing, llama_cpp_tool
+from benchmarks.workload import Work, median_ratio
 from deepinfer_backend import SamplingParams
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import InprocEngineClient
@@ -24,6 +30,7 @@ from deepinfer_backend.models.loader import load_tokenizer, resolve_model
 from deepinfer_backend.speculative_config import SpeculativeConfig
 
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 8}'
+_LLAMA_CPP_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
 _MAX_TOKENS = 256
 _REPORT = """The harbour of Lindesund was closed for eleven days in March after the ferry Hanna struck the northern
 breakwater. No passenger was hurt, but four lorries slid against the bow door and the door could not be opened. The
@@ -108,6 +115,27 @@ def decode(client: InprocEngineClient, prompts: list[list[int]]) -> Run:
     return Run(num_tokens / elapsed_s, num_tokens / num_steps)
 
 
+class LlamaCpp:
+    """Its server, with the bundled file; one request at a time."""
+
+    def __init__(self, *options: str) -> None:
+        self._runner = LlamaCppServerRunner(
+            torch.get_num_threads(),
+            tool=str(llama_cpp_tool("llama-server")),
+            model=str(bundled_gguf()),
+            version=LLAMA_CPP_VERSION,
+            options=options,
+        )
+
+    def decode(self, prompt: list[int]) -> float:
+        """Tokens/s from the first token on."""
+        figures = self._runner.run(Work([prompt], concurrency=1, max_tokens=_MAX_TOKENS, ignore_eos=False))
+        return (figures.num_output_tokens - 1) / (figures.elapsed_s - figures.median_first_token_s)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 def main(
     num_runs: Annotated[int, typer.Option(min=1, help="Runs of each; medians count.")] = 5,
     speculative_config: Annotated[str, typer.Option(help="As in model.json.")] = _NGRAM,
@@ -120,10 +148,13 @@ def main(
         InprocEngineClient(EngineConfig(model=str(path), enable_prefix_caching=False, speculative_config=config))
         for config in (None, speculation)
     )
+    has_peer = model is None and llama_cpp_missing() is None
+    peers = [LlamaCpp(), LlamaCpp(*_LLAMA_CPP_NGRAM)] if has_peer else []
     num_drafts = speculation.num_speculative_tokens
     table = Table(title=f"{speculation.method}, at most {num_drafts} drafts; median of {num_runs}")
-    for heading in ("what is asked for", "tokens/s", "with speculation", "with ÷ without", "tokens a step"):
-        table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
+    table.add_column("tokens/s")
+    for heading in ("without", "with drafts", "with ÷ without", "tokens a step", "llama.cpp", "with its n-grams"):
+        table.add_column(heading, justify="right")
     for name, texts in workloads().items():
         prompts = [
             tokenizer.apply_chat_template(
@@ -132,7 +163,11 @@ def main(
             for text in texts
         ]
         decode(speculating, prompts)
-        runs = [(decode(plain, prompts), decode(speculating, prompts)) for _ in range(num_runs)]
+        asked_peers = peers if len(prompts) == 1 else []
+        runs, peer_runs = [], []
+        for _ in range(num_runs):
+            runs.append((decode(plain, prompts), decode(speculating, prompts)))
+            peer_runs.append([peer.decode(prompts[0]) for peer in asked_peers])
         without, with_drafts = ([run.tokens_per_s for run in column] for column in zip(*runs, strict=True))
         table.add_row(
             name,
@@ -140,9 +175,12 @@ def main(
             f"{statistics.median(with_drafts):.0f}",
             f"{median_ratio(with_drafts, without):.2f}",
             f"{statistics.median(run.tokens_a_step for _, run in runs):.2f}",
+            *(f"{statistics.median(column):.0f}" for column in zip(*peer_runs, strict=True)),
         )
     for client in (plain, speculating):
         client.close()
+    for peer in peers:
+        peer.close()
     Console().print(table)
 
 

@@ -16,11 +16,12 @@ _FIRST_TOKEN_ID = 20  # those before are special
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Greedy, end of text ignored: `max_tokens` new tokens for every prompt, `concurrency` prompts at a time."""
+    """Greedy: `max_tokens` new tokens for every prompt, `concurrency` prompts at a time; the end of text is ignored."""
 
     prompts: list[list[int]]
     concurrency: int
     max_tokens: int
+    ignore_eos: bool = True  # only llama.cpp's server is ever asked not to
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,8 @@ class EngineConfig(BaseModel):
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
-        description="What proposes tokens, several of which one step verifies: an object with `method` (ngram or "
-        "draft_model), `num_speculative_tokens`, and `prompt_lookup_min` and `prompt_lookup_max`, or `model`.",
+        description="What proposes tokens, several of which one step verifies: an object with `method` (ngram, "
+        "draft_model or mtp), `num_speculative_tokens`, and `prompt_lookup_min` and `prompt_lookup_max`, or `model`.",
     )
     zero_overhead_scheduling: bool = Field(
         default_factory=_zero_overhead_scheduling_from_environment,

@@ -26,7 +26,7 @@ class SpeculativeConfig(BaseModel):
     model: str | None = Field(
         None,
         description="Of draft_model: a folder, file or hub id, of the same vocabulary. Of mtp: a folder with the "
-        "module, if it is not in the model's own.",
+        "module, if it is neither in the model's own nor comes with this package, as the bundled model's does.",
     )
 
     @property

@@ -21,6 +21,7 @@ from deepinfer_backend.cli import parse_models
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import ConfigError
 from deepinfer_backend.sampling_params import SamplingParams
+from tests.support.models import make_random_model
 from tests.support.tiny_gguf import write_tiny_gguf
 
 COMMAND = [sys.executable, "-c", "from deepinfer_backend.cli import main; main()"]
@@ -293,3 +294,10 @@ def test_serve_serves_until_a_signal_and_leaves_nothing(environment: Path, tmp_p
             assert server.wait(EXIT_TIMEOUT_S) == 0
         finally:
             server.kill()
+
+
+def test_train_mtp_refuses_what_is_no_llama(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = make_random_model("qwen3", tmp_path)
+    status, _, error = run("train-mtp", str(tmp_path / "module"), "--model", str(path))
+    assert status == 2 and "error: model_type is qwen3" in error
+    assert not (tmp_path / "module").exists()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 from benchmarks.engines.worker import serve
@@ -21,10 +21,10 @@ _BLOCK = 256
 class LlamaCppServerRunner:
     """Owns the server. A thread for each stream reads it; the clock is read there and counted afterwards."""
 
-    def __init__(self, num_threads: int, tool: str, model: str, version: str) -> None:
+    def __init__(self, num_threads: int, tool: str, model: str, version: str, options: Sequence[str] = ()) -> None:
         self.version = version
         self._command = [tool, "-m", model, "-t", str(num_threads), "-tb", str(num_threads), "-b", "4096", "-ub", "512"]
-        self._command += ["-cram", "0", "-bs", "--offline"]
+        self._command += ["-cram", "0", "-bs", "--offline", *options]
         self._server: subprocess.Popen[bytes] | None = None
         self._shape = (0, 0)
         self._port = 0
@@ -49,7 +49,7 @@ class LlamaCppServerRunner:
                 while True:
                     index, prompt = todo.get_nowait()
                     events.append((time.perf_counter(), index, 0))
-                    for num_tokens in self._complete(prompt, work.max_tokens):
+                    for num_tokens in self._complete(prompt, work):
                         events.append((time.perf_counter(), index, num_tokens))
             except Empty:
                 pass
@@ -73,10 +73,10 @@ class LlamaCppServerRunner:
                 clock.add_sent(index, now)
         return clock.figures(elapsed_s)
 
-    def _complete(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
+    def _complete(self, prompt: list[int], work: Work) -> Iterator[int]:
         """The number of tokens of each event of the stream; those of half characters come with the last."""
-        body = {"prompt": prompt, "n_predict": max_tokens, "ignore_eos": True, "cache_prompt": False, "stream": True}
-        body |= {"temperature": 0, "samplers": ["temperature"]}
+        body = {"prompt": prompt, "n_predict": work.max_tokens, "ignore_eos": work.ignore_eos}
+        body |= {"cache_prompt": False, "stream": True, "temperature": 0, "samplers": ["temperature"]}
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
         try:
             connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})

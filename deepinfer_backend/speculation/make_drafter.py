@@ -13,6 +13,7 @@ from deepinfer_backend.models.loader import resolve_model
 from deepinfer_backend.models.mtp_head import MtpHead
 from deepinfer_backend.models.native_model import NativeModel
 from deepinfer_backend.models.native_mtp import NativeMtpHead
+from deepinfer_backend.models.published_mtp import published_mtp_folder
 from deepinfer_backend.models.runnable_model import load_runnable_model, open_weights
 from deepinfer_backend.models.safetensors_weights import SafetensorsWeights
 from deepinfer_backend.speculation.draft_model import DraftModelDrafter
@@ -55,7 +56,8 @@ def _load_draft_model(config: SpeculativeConfig, model: Model, _: Path, dtype: t
 def _load_mtp_head(config: SpeculativeConfig, model: Model, model_path: Path, _: torch.dtype) -> MtpHead:
     if isinstance(model, NativeModel):
         model_source = open_weights(model_path)
-        source = model_source if config.model is None else SafetensorsWeights(Path(config.model))
+        folder = published_mtp_folder(model_path) if config.model is None else Path(config.model)
+        source = model_source if folder is None else SafetensorsWeights(folder)
         return NativeMtpHead(model, model_source, source)
     from deepinfer_backend.models.transformers_model import TransformersModel
     from deepinfer_backend.models.transformers_mtp import TransformersMtpHead

@@ -27,9 +27,10 @@ class MtpDrafter(Drafter):
     """From the model's last hidden state of a token and the token after it the module makes the one after that; its own
     hidden state, in place of the model's, makes the next.
 
-    What it stores for a token and the next one lies in the first one's place. It stores them in every step, whether it
-    is asked or not: the hidden states are there then and not later. Those of the last token of a prompt's chunk, and of
-    a block from the prefix cache, may have been stored with another next token: then a few drafts are a little worse.
+    What it stores for a token and the next one lies in the first one's place. It stores them for all sequences of a
+    step that asks about any: the hidden states are there then and not later. Where drafts do not pay none is asked
+    about, and nothing is stored; nor is it right at the last token of a prompt's chunk and in a block from the prefix
+    cache, whose next token may be another. What is missing or wrong makes later drafts worse, and nothing else.
     """
 
     needs_token_states = True
@@ -58,10 +59,10 @@ class MtpDrafter(Drafter):
 
     def propose(self, step: SampledStep, state: SlotState) -> None:
         state.next_tokens[step.tensors.sample_slots.long(), 1:] = NO_TOKEN
+        if not step.num_drafts:
+            return
         asked = sequences_asked_about(step, self._block_size)
         result = self._take_sampled(step, asked)
-        if not len(asked.slots):
-            return
         drafts = self._draw(asked, result, 0, state)
         one_each = np.ones(len(asked.slots), np.int32)
         for num_drafted in range(1, step.num_drafts):

@@ -94,7 +94,7 @@ class Worker:
         self._stream = stream
         self._free_buffers, self._used_buffers = buffers
         self._slots = slots
-        self._drafter = drafter
+        self.drafter = drafter
         self._zero_overhead_scheduling = zero_overhead_scheduling
         self._post_process = post_process
         self._plan_sampling = plan_sampling
@@ -147,7 +147,7 @@ class Worker:
         lora = None
         if batch.any_lora:
             lora = plan_lora(batch.lora_ids, buffers.query_start_loc[: batch.num_seqs + 1], self._stream.device)
-        follows = self._drafter if batch.is_prefill else None
+        follows = self.drafter if batch.is_prefill else None
         wants_token_states = follows is not None and follows.needs_token_states
         inputs = self._runner.prepare(batch, buffers, lora, wants_token_states=wants_token_states)
 
@@ -204,7 +204,7 @@ class Worker:
             sampled = sample_batch(forward.logits[:num_rows], sampling)
             self._verify(tensors)
             drafts = None
-            if self._drafter is not None:
+            if self.drafter is not None:
                 step = SampledStep(
                     tensors=tensors,
                     hidden_states=forward.hidden_states,
@@ -213,7 +213,7 @@ class Worker:
                     num_drafts=num_drafts,
                     max_seq_len=self._runner.max_seq_len,
                 )
-                drafts = self._propose(self._drafter, step, new_slots)
+                drafts = self._propose(self.drafter, step, new_slots)
             return StepResult(
                 token_ids=device_to_host(tensors.sampled_token_ids),
                 num_tokens=device_to_host(tensors.num_sampled_tokens),

@@ -12,7 +12,7 @@ from tests.support.oracle import TransformersOracle
 @pytest.fixture(scope="package")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> GreedyCases:
     path = make_random_model("llama", tmp_path_factory.mktemp("models"))
-    cases = random_cases(24, 400, 160, seed=3)
+    cases = random_cases(64, 400, 160, seed=3)
     oracle = TransformersOracle(path)
     return GreedyCases(path, cases, [oracle.greedy(prompt, limit) for prompt, limit in cases])
 

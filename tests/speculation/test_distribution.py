@@ -21,6 +21,7 @@ from transformers import (
 
 from deepinfer_backend import LLM, SamplingParams
 from tests.support.models import make_similar_model
+from tests.support.mtp_modules import single_token_module, write_module
 from tests.support.oracle import TransformersOracle
 
 NUM_SAMPLES = 20_000
@@ -28,12 +29,14 @@ NUM_TOKENS = 3
 LETTERS = "abcdefghijklm"
 FIRST_LETTER = 3  # token ids before it are special
 VOCAB_SIZE = FIRST_LETTER + len(LETTERS)
+NUM_LAYERS = 2
 PROMPT = [FIRST_LETTER + (index * index + index // 3) % len(LETTERS) for index in range(60)]
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     # Every token stands in the prompt, so that there always is a draft.
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2},  # a similar model
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},  # that of a model without context
 }
 ALLOWED = ["abc", "abcdef", "de"]  # by the grammar
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -52,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -110,6 +113,9 @@ def test_three_tokens_are_distributed_as_transformers_says(
     speculative_config = dict(DRAFTERS[drafter])
     if drafter == "draft_model":
         speculative_config["model"] = str(make_similar_model(model, tmp_path, noise=0.2))
+    elif drafter == "mtp":
+        module = single_token_module(model, NUM_LAYERS)
+        speculative_config["model"] = str(write_module(model, tmp_path / "module", module, NUM_LAYERS))
     params = [SamplingParams(max_tokens=NUM_TOKENS, seed=seed, **REQUESTS[request_kind]) for seed in range(NUM_SAMPLES)]
     with LLM(str(model), dtype="float32", speculative_config=speculative_config) as llm:
         completions = llm.complete(prompt_token_ids=[PROMPT] * NUM_SAMPLES, sampling_params=params, use_tqdm=False)

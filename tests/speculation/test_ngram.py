@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_same_tokens import BATCHING
-from tests.speculation.greedy import GreedyCases
+from tests.speculation.greedy import WAYS, GreedyCases
 
 
 def ngram(num_speculative_tokens: int) -> dict[str, Any]:
@@ -23,12 +22,13 @@ def ngram(num_speculative_tokens: int) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("every_draft_is_verified")
 @pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
-@pytest.mark.parametrize("num_speculative_tokens", [1, 4, 8])
-@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize(("batching", "num_speculative_tokens", "num_seqs"), WAYS)
 def test_greedy_tokens_equal_transformers(
     random_model: GreedyCases,
     batching: str,
     num_speculative_tokens: int,
+    num_seqs: int,
     zero_overhead_scheduling: bool,
 ) -> None:
-    random_model.check(batching, zero_overhead_scheduling=zero_overhead_scheduling, **ngram(num_speculative_tokens))
+    drafter = ngram(num_speculative_tokens)
+    random_model.check(batching, num_seqs, zero_overhead_scheduling=zero_overhead_scheduling, **drafter)
