@@ -58,6 +58,7 @@ def train_mtp(
 
     Raises:
         UnsupportedModelError: the model cannot be loaded, or is not a Llama.
+        InvalidRequestError: it has no tokenizer or no chat template.
     """
     torch.manual_seed(seed)
     began_s = time.monotonic()

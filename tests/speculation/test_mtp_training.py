@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deepinfer_backend import LLM, SamplingParams
-from deepinfer_backend.errors import UnsupportedModelError
+from deepinfer_backend.errors import InvalidRequestError, UnsupportedModelError
 from deepinfer_backend.mtp_training.training import train_mtp
 from tests.support.models import make_random_model
 from tests.support.mtp_modules import forget_context
@@ -46,4 +46,10 @@ def sharpen(model: Path) -> None:
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = make_random_model("qwen3", tmp_path)
     with pytest.raises(UnsupportedModelError, match="model_type is qwen3: a module is made for llama alone"):
+        train_mtp(tmp_path, model=str(path), minutes=1, draft_vocab_size=8, seed=0, report=print)
+
+
+def test_a_model_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    path = make_random_model("llama", tmp_path)
+    with pytest.raises(InvalidRequestError, match="this model has no tokenizer"):
         train_mtp(tmp_path, model=str(path), minutes=1, draft_vocab_size=8, seed=0, report=print)
