@@ -1,8 +1,8 @@
 """`make bench-speculation`: decode tokens/s with speculation ÷ without, for texts that repeat themselves and others.
 
 Two engines, one of which speculates, take turns at the same greedy requests, and the median of the ratios counts. Where
-llama.cpp is installed (`make peers PEERS=llama.cpp`) two of its servers, one with its own n-grams, take part in the
-requests that come alone.
+llama.cpp is installed (`make peers PEERS=llama.cpp`) two of its servers, one with its own n-grams, take part with the
+same weights in the requests that come alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engines.llama_cpp_server_worker import LlamaCppServerRunner
-from benchmarks.model_files import bundled_gguf
+from benchmarks.model_files import bundled_gguf, gguf_file
 from benchmarks.peers import LLAMA_CPP_VERSION, llama_cpp_missing, llama_cpp_tool
 from benchmarks.workload import Work, median_ratio
 from deepinfer_backend import SamplingParams
@@ -116,13 +117,13 @@ def decode(client: InprocEngineClient, prompts: list[list[int]]) -> Run:
 
 
 class LlamaCpp:
-    """Its server, with the bundled file; one request at a time."""
+    """Its server, one request at a time."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, model: Path, *options: str) -> None:
         self._runner = LlamaCppServerRunner(
             torch.get_num_threads(),
             tool=str(llama_cpp_tool("llama-server")),
-            model=str(bundled_gguf()),
+            model=str(model),
             version=LLAMA_CPP_VERSION,
             options=options,
         )
@@ -139,17 +140,26 @@ class LlamaCpp:
 def main(
     num_runs: Annotated[int, typer.Option(min=1, help="Runs of each; medians count.")] = 5,
     speculative_config: Annotated[str, typer.Option(help="As in model.json.")] = _NGRAM,
-    model: Annotated[str | None, typer.Option(help="The bundled one if left out.")] = None,
+    in_float32: Annotated[bool, typer.Option("--float32", help="The bundled model's weights as float32.")] = False,
 ) -> None:
-    path = resolve_model(model)
+    path = resolve_model(None)
     tokenizer: Any = load_tokenizer(path)
     speculation = SpeculativeConfig.model_validate_json(speculative_config)
     plain, speculating = (
-        InprocEngineClient(EngineConfig(model=str(path), enable_prefix_caching=False, speculative_config=config))
+        InprocEngineClient(
+            EngineConfig(
+                model=str(path),
+                dtype="float32" if in_float32 else "auto",
+                enable_prefix_caching=False,
+                speculative_config=config,
+            )
+        )
         for config in (None, speculation)
     )
-    has_peer = model is None and llama_cpp_missing() is None
-    peers = [LlamaCpp(), LlamaCpp(*_LLAMA_CPP_NGRAM)] if has_peer else []
+    peers = []
+    if llama_cpp_missing() is None:
+        gguf = gguf_file("F32") if in_float32 else bundled_gguf()
+        peers = [LlamaCpp(gguf), LlamaCpp(gguf, *_LLAMA_CPP_NGRAM)]
     num_drafts = speculation.num_speculative_tokens
     table = Table(title=f"{speculation.method}, at most {num_drafts} drafts; median of {num_runs}")
     table.add_column("tokens/s")

@@ -7,11 +7,16 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer_backend._core import SchedulerOutputs
+
 ALL_DRAFTS, NO_DRAFTS = 0.0, 1.0
 
 _SIZES_PER_DOUBLING = 2
-_MAX_AGE = 2000  # decode steps
+_MAX_AGE = 500  # decode steps
 _TRIED = 0.2  # so likely drafts are verified to see what they cost
+_WEIGHT = 0.125  # of one step among those of its size
+_MOST_LONGER = 1.5  # times the average
+_LEAST_GAIN = 1.1  # for which drafts are verified: rates and costs are guesses, and the likeliest is mostly too good
 
 
 class DraftPolicy:
@@ -22,8 +27,9 @@ class DraftPolicy:
     or the machine's load change.
     """
 
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, drafter_computes: bool = False) -> None:
         self._num_speculative_tokens = num_speculative_tokens
+        self._drafter_computes = drafter_computes
         self._costs: dict[int, _StepCost] = {}
         self._num_steps = 0
 
@@ -45,8 +51,17 @@ class DraftPolicy:
         columns = np.repeat(acceptance_rates[:, None], self._num_speculative_tokens, axis=1)
         likeliest = np.sort(np.cumprod(columns, axis=1), axis=None)[::-1]
         outputs = num_seqs + np.concatenate([[0.0], np.cumsum(likeliest)])
-        num_drafts = int(np.argmax(outputs / self._seconds(known, num_seqs + np.arange(len(outputs)))))
+        speeds = outputs / self._seconds(known, num_seqs + np.arange(len(outputs)))
+        speeds[0] *= _LEAST_GAIN
+        num_drafts = int(np.argmax(speeds))
         return float(np.nextafter(likeliest[num_drafts - 1], 0.0)) if num_drafts else NO_DRAFTS
+
+    def take_step(self, batch: SchedulerOutputs, seconds: float) -> None:
+        """A step that kept the device for so long. A prefill says nothing about decode steps."""
+        # A drafter that begins computes also what it missed; one that ends computes nothing for the last drafts.
+        is_steady = bool(batch.draft_query_lens.any()) == (batch.num_sampled_rows > batch.num_sampled)
+        if not batch.is_prefill and (is_steady or not self._drafter_computes):
+            self.take(batch.num_tokens, seconds)
 
     def take(self, num_tokens: int, seconds: float) -> None:
         """A decode step that computed so many tokens and kept the device for so long."""
@@ -57,7 +72,7 @@ class DraftPolicy:
     def _seconds(known: dict[int, _StepCost], num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of steps of these sizes: between those that are known, and beyond them as between the last two."""
         costs = [known[size] for size in sorted(known)]
-        sizes = np.array([cost.num_tokens for cost in costs], np.float64)
+        sizes = np.array([cost.num_tokens for cost in costs])
         seconds = np.maximum.accumulate([cost.seconds for cost in costs])
         beyond = np.maximum(num_tokens - sizes[-1], 0) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         in_all: NDArray[np.float64] = np.interp(num_tokens, sizes, seconds) + beyond
@@ -69,22 +84,26 @@ def _size_class(num_tokens: float) -> int:
 
 
 class _StepCost:
-    """Of steps of about one size."""
+    """Of steps of about one size: averages, of their tokens too, for under load each of them takes its time.
+
+    What else happens on a machine makes single steps much longer, which counts only so far.
+    """
 
     def __init__(self) -> None:
-        self.num_tokens = 0
+        self.num_tokens = self.seconds = 0.0
+        self._num_taken = 0
         self._last_step = 0
-        self._last_two_s = (math.inf, math.inf)
-
-    @property
-    def seconds(self) -> float:
-        """The shorter one: what else happens on a machine makes a step longer and never shorter."""
-        return min(self._last_two_s)
 
     def is_known(self, now: int) -> bool:
-        return now - self._last_step <= _MAX_AGE and max(self._last_two_s) < math.inf
+        return now - self._last_step <= _MAX_AGE and self._num_taken > 1
 
     def take(self, num_tokens: int, seconds: float, now: int) -> None:
-        previous_s = self._last_two_s[1] if now - self._last_step <= _MAX_AGE else math.inf
-        self._last_two_s = (previous_s, seconds)
-        self.num_tokens, self._last_step = num_tokens, now
+        if now - self._last_step > _MAX_AGE:
+            self._num_taken = 0
+        self._num_taken += 1
+        self._last_step = now
+        weight = max(1 / self._num_taken, _WEIGHT)
+        self.num_tokens += weight * (num_tokens - self.num_tokens)
+        if self._num_taken > 1:
+            seconds = min(seconds, _MOST_LONGER * self.seconds)
+        self.seconds += weight * (seconds - self.seconds)

@@ -158,7 +158,9 @@ class LLMEngine:
             run_on_stream=lambda work: self.stream.submit(work).result(),
         )
         self._adapters.check_configured()
-        self._draft_policy = DraftPolicy(num_speculative_tokens) if num_speculative_tokens else None
+        self._draft_policy: DraftPolicy | None = None
+        if num_speculative_tokens:
+            self._draft_policy = DraftPolicy(num_speculative_tokens, drafter_computes=draft_source is not None)
         self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
@@ -357,8 +359,8 @@ class LLMEngine:
     def _take_step_time(self, state: StepState) -> None:
         """Of a step that the device has just ended; it began when it was launched or when the one before ended."""
         began_s, self._last_step_end_s = max(state.launched_s, self._last_step_end_s), time.perf_counter()
-        if self._draft_policy is not None and not state.batch.is_prefill:
-            self._draft_policy.take(state.batch.num_tokens, self._last_step_end_s - began_s)
+        if self._draft_policy is not None:
+            self._draft_policy.take_step(state.batch, self._last_step_end_s - began_s)
 
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids

@@ -57,6 +57,18 @@ def test_about_as_fast_as_the_better_of_always_and_never(machine: str, draft_qua
     assert adaptive <= 1.1 * min(always, never)
 
 
+def test_steps_of_uneven_length_do_not_make_drafts_look_cheap() -> None:
+    """A step takes as long as it has tokens, a tenth more or less: so even nearly certain drafts cannot pay."""
+    policy, noise = DraftPolicy(NUM_SPECULATIVE_TOKENS), np.random.default_rng(5)
+    num_drafted, rates = 0, np.array([0.95] * 6 + [0.1] * 26)
+    probabilities = np.cumprod(np.repeat(rates[:, None], NUM_SPECULATIVE_TOKENS, axis=1), axis=1)
+    for _ in range(2000):
+        num_drafts = int((probabilities > policy.threshold(rates)).sum())
+        num_drafted += num_drafts > 0
+        policy.take(32 + num_drafts, (32 + num_drafts) * noise.normal(1, 0.1))
+    assert num_drafted <= 40
+
+
 def test_drafts_that_no_longer_cost_anything_are_verified_again() -> None:
     policy = DraftPolicy(NUM_SPECULATIVE_TOKENS)
     for step_s in (lambda num_tokens: 3.0 * num_tokens, lambda _: 20.0):
@@ -66,5 +78,5 @@ def test_drafts_that_no_longer_cost_anything_are_verified_again() -> None:
             num_tokens = 40 if thresholds[-1] < 0.5 else 8
             policy.take(num_tokens, step_s(num_tokens))
         if step_s(1) == 3.0:
-            assert sum(threshold < 0.5 for threshold in thresholds) <= 8  # tried now and then
-    assert sum(threshold >= 0.5 for threshold in thresholds[3000:]) <= 4  # a step without drafts is tried too
+            assert sum(threshold < 0.5 for threshold in thresholds) <= 24  # tried now and then
+    assert sum(threshold >= 0.5 for threshold in thresholds[3000:]) <= 10  # a step without drafts is tried too
