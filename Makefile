@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-load peers clean setup
+.PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-ranks bench-load peers clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -69,6 +69,9 @@ bench-features: setup $(STAMPS)/dev
 
 bench-speculation: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.speculation $(ARGS)
+
+bench-ranks: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.ranks $(ARGS)
 
 bench-load: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.under_load $(ARGS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepinfer_backend.errors import ConfigError
 from deepinfer_backend.speculative_config import SpeculativeConfig
@@ -45,6 +45,24 @@ class EngineConfig(BaseModel):
         "and the only one on cuda; int8 has a scale per token and head.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where there is one, else cpu.")
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Engines, each with the whole model, that share its requests; on cuda each has its own device.",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that compute each engine's model together, each with a share of its heads; on cuda each "
+        "has a device of its own.",
+    )
+    data_parallel_lockstep: bool = Field(
+        False,
+        description="Let the data-parallel engines make the same number of steps, as one group: when one of them dies, "
+        "all of them are started again.",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Tokens of prompt and output together; none is what model and KV cache allow."
     )
@@ -61,7 +79,8 @@ class EngineConfig(BaseModel):
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1,
-        description="Bytes of KV cache; none is gpu_memory_utilization on cuda, a quarter of free memory on cpu.",
+        description="Bytes of KV cache of each process; none is gpu_memory_utilization on cuda, a quarter of free "
+        "memory for all on cpu.",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -165,6 +184,21 @@ class EngineConfig(BaseModel):
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("must begin with http:// or https://")
         return value
+
+    @model_validator(mode="after")
+    def _check_shared_model(self) -> EngineConfig:
+        if self.tensor_parallel_size > 1:
+            size = f"tensor_parallel_size is {self.tensor_parallel_size}: must be 1"
+            if self.lora_modules:
+                raise ValueError(f"{size} with lora_modules")
+            if self.speculative_config is not None and self.speculative_config.method == "mtp":
+                raise ValueError(f'{size} with speculative_config.method "mtp"')
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        """That compute."""
+        return self.data_parallel_size * self.tensor_parallel_size
 
     def __init__(self, /, **fields: Any) -> None:
         try:

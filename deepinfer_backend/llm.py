@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat
-from deepinfer_backend.engine.engine_client import EngineOutputs, InprocEngineClient
+from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs, InprocEngineClient
 from deepinfer_backend.engine.input_processor import InputProcessor, Prompt
 from deepinfer_backend.engine.messages import EmbeddingParams, EngineRequest
 from deepinfer_backend.engine.output_processor import OutputProcessor
+from deepinfer_backend.engine.parallel_engines import ParallelEngineClient
 from deepinfer_backend.errors import DeepInferError, InvalidRequestError
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
 from deepinfer_backend.outputs import Completion, CompletionSequence, TextDelta
 from deepinfer_backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer_backend.engine.llm_engine import LLMEngine
+
+_POLL_TIMEOUT_S = 1.0  # of engines in processes of their own
 
 Message = Mapping[str, Any]
 Results = list[str] | list[list[str]] | list[str | list[str]] | list[list[RequestOutput]]
 
 
 class LLM:
-    """A language model in this process.
+    """A language model in this process; with data_parallel_size over 1 in several, which share the prompts.
 
     model: a folder in Hugging Face format, a hub id or a .gguf file; none is the bundled model.
     decode_sequence: whether `generate` returns texts, or lists of RequestOutput. engine_args: fields of EngineConfig.
@@ -42,8 +48,11 @@ class LLM:
     def __init__(self, model: str | None = None, *, decode_sequence: bool = True, **engine_args: Any) -> None:
         self.decode_sequence = decode_sequence
         config = EngineConfig(model=model, **engine_args)
-        self._client = InprocEngineClient(config)
-        self.llm_engine = self._client.engine
+        self._client: EngineClient
+        if config.num_processes > 1:
+            self._client = ParallelEngineClient(config)
+        else:
+            self._client = InprocEngineClient(config)
         self.model_path = Path(self._client.info.model_path)
         self.tokenizer = None
         if not config.skip_tokenizer_init:
@@ -57,6 +66,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine in this process; with data_parallel_size over 1 there is none."""
+        assert isinstance(self._client, InprocEngineClient), "the engines are in processes of their own"
+        return self._client.engine
 
     def close(self) -> None:
         self._client.close()
@@ -221,7 +236,7 @@ class LLM:
                 self._output_processor.add_request(request, time.monotonic_ns())
                 self._client.add_request(request)
             while unfinished:
-                round_outputs = self._next_round()
+                round_outputs = self._next_round(unfinished)
                 processed = self._output_processor.process(round_outputs.outputs, round_outputs.results)
                 self._client.abort_requests(processed.request_ids_to_abort)
                 self._client.abort_sequences(processed.sequences_to_abort)
@@ -236,14 +251,20 @@ class LLM:
             self._client.abort_requests(list(unfinished))
             for request_id in unfinished:
                 self._output_processor.remove_request(request_id)
+            for request in requests:
+                self._client.forget_request(request.request_id)
             self._client.get_outputs(timeout_s=0.0)
 
-    def _next_round(self) -> EngineOutputs:
-        round_outputs = self._client.get_outputs(timeout_s=0.0)
-        assert round_outputs is not None
-        if round_outputs.failures:
-            raise round_outputs.failures[0].error
-        return round_outputs
+    def _next_round(self, request_ids: Collection[str]) -> EngineOutputs:
+        """What it brought for these; outputs of others, aborted earlier, may still be on their way."""
+        while (round_outputs := self._client.get_outputs(_POLL_TIMEOUT_S)) is None:
+            pass
+        for failure in round_outputs.failures:
+            if failure.request_id in request_ids:
+                raise failure.error
+        outputs = [output for output in round_outputs.outputs if output.request_id in request_ids]
+        results = [result for result in round_outputs.results if result.request_id in request_ids]
+        return EngineOutputs(outputs, [], None, results)
 
 
 @contextmanager

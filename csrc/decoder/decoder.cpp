@@ -73,6 +73,10 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
   float* sin = sin_.at_least(num_angles);
   const cpu::Rotary rotary{config.rotary_dim(), cos, sin};
 
+  const auto sum_over_ranks = [&](int64_t rows) {
+    if (sum_over_ranks_) sum_over_ranks_(hidden, rows * config.hidden_size);
+  };
+
   if (step.embeddings == nullptr) {
     ends_.embedding->unpack_rows(step.token_ids, num_rows, residual);
   } else {
@@ -109,10 +113,12 @@ void Decoder::forward(const DecoderStep& step, float* hidden_states, float* logi
       std::swap(residual, hidden);
     }
     layer.output.apply(attended, num_rows, hidden);
+    sum_over_ranks(num_rows);
     norm(hidden, residual, layer.post_attention_norm);
     layer.gate_up.apply(hidden, num_rows, gate_up);
     elementwise.silu_mul(gate_up, num_rows, config.intermediate_size, activated);
     layer.down.apply(activated, num_rows, hidden);
+    sum_over_ranks(num_rows);
   }
   float* final_states = token_states == nullptr ? hidden_states : token_states;
   elementwise.rms_norm(hidden, residual, ends_.final_norm, config.rms_norm_eps, num_rows, config.hidden_size,

@@ -5,7 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/cpu/paged_attention.hpp"
@@ -92,6 +94,10 @@ class Activations {
   int64_t capacity_ = 0;
 };
 
+// values[i] becomes its sum over all ranks that compute the model together, each with a share of the heads and of the
+// intermediate size.
+using SumOverRanks = std::function<void(float* values, int64_t count)>;
+
 // Owns the activations; norms are the caller's and outlive it. One thread at a time calls `forward`.
 class Decoder {
  public:
@@ -99,6 +105,8 @@ class Decoder {
 
   // Layers run in the order in which they are added; there is at least one before `forward`.
   void add_layer(DecoderLayer layer);
+  // Called twice a layer, for all that it adds to the residual; by default this rank is the only one.
+  void sum_over_ranks(SumOverRanks sum) { sum_over_ranks_ = std::move(sum); }
 
   [[nodiscard]] const DecoderConfig& config() const { return config_; }
   [[nodiscard]] int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
@@ -112,6 +120,7 @@ class Decoder {
   DecoderConfig config_;
   DecoderEnds ends_;
   std::vector<DecoderLayer> layers_;
+  SumOverRanks sum_over_ranks_;
   Activations cos_, sin_, residual_, hidden_, qkv_, attended_, gate_up_, activated_;
 };
 

@@ -1,5 +1,7 @@
 // torch.classes.deepinfer.Decoder: a whole step of a model of the Llama family in one call.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -62,6 +64,19 @@ Tensor first_rows(Tensor& buffer, int64_t num_rows, int64_t size) {
   return buffer.narrow(0, 0, num_rows);
 }
 
+// torch.distributed's in-place sum over the ranks of the group of that name.
+SumOverRanks sum_over_group(const std::string& group_name) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const auto all_reduce = dispatcher.findSchemaOrThrow("_c10d_functional::all_reduce_", "");
+  const auto wait = dispatcher.findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  return [all_reduce, wait, group_name](float* values, int64_t count) {
+    // Boxed: torch does not keep the C++ types of these operators.
+    torch::jit::Stack stack{at::from_blob(values, {count}, at::kFloat), "sum", group_name};
+    all_reduce.callBoxed(&stack);
+    wait.callBoxed(&stack);
+  };
+}
+
 // Built layer by layer, then run. Keeps what it is given, whose contents do not change any more.
 class DecoderModule : public torch::CustomClassHolder {
  public:
@@ -115,6 +130,9 @@ class DecoderModule : public torch::CustomClassHolder {
       if (norm) kept_.push_back(*norm);
     }
   }
+
+  // The ranks of this group compute the model together, see SumOverRanks.
+  void use_group(const std::string& group_name) { decoder_->sum_over_ranks(sum_over_group(group_name)); }
 
   // keys, values and their scales (empty lists unless the cache is int8), one for each layer as `layer_cache_of` takes
   // them: what every later forward writes and reads.
@@ -215,6 +233,7 @@ void define_decoder(torch::Library& library) {
           "add_layer", &DecoderModule::add_layer, "",
           {torch::arg("qkv"), torch::arg("output"), torch::arg("gate_up"), torch::arg("down"), torch::arg("input_norm"),
            torch::arg("post_attention_norm"), torch::arg("query_norm"), torch::arg("key_norm"), torch::arg("window")})
+      .def("use_group", &DecoderModule::use_group)
       .def("use_caches", &DecoderModule::use_caches)
       .def("forward", &DecoderModule::forward);
 }

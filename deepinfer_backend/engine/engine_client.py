@@ -35,7 +35,7 @@ class EngineOutputs:
 class EngineClient(Protocol):
     """What stands between an engine and whatever serves it.
 
-    `add_request` and the aborts may be called from any thread; `get_outputs` from one.
+    `add_request`, the aborts and `forget_request` may be called from any thread; `get_outputs` from one.
     """
 
     info: EngineInfo
@@ -48,6 +48,9 @@ class EngineClient(Protocol):
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
         """The same for single sequences of requests: (request id, sequence index)."""
+
+    def forget_request(self, request_id: str) -> None:
+        """It has ended, and nothing will be asked about it any more; to be told of every request."""
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         """The next round's outputs, or None when there were none within `timeout_s`.
@@ -104,6 +107,9 @@ class InprocEngineClient:
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
         self.engine.abort_sequences(sequences)
+
+    def forget_request(self, request_id: str) -> None:
+        """The engine knows when it has ended."""
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         """One step while anything is unfinished, else the flush."""

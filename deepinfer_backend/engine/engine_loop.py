@@ -1,8 +1,9 @@
 """EngineLoop: the one thread that owns an engine, between its clients' sockets. Runs as the engine process's main.
 
 `python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS OWNER_ID` reads the engine's
-configuration as one line of JSON from its standard input, and ends when that is closed: so it never outlives its
-parent. The parent is the client OWNER_ID, whose outputs go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
+configuration as one line of JSON from its standard input, and its place in a group of ranks as another (null: it is
+alone); it ends when that is closed: so it never outlives its parent. The parent is the client OWNER_ID, whose outputs
+go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
 """
 
 from __future__ import annotations
@@ -42,21 +43,36 @@ from deepinfer_backend.engine.messages import (
 )
 from deepinfer_backend.engine.stats import StatsLine
 from deepinfer_backend.errors import DeepInferError, not_taken_in_error
+from deepinfer_backend.ops.rank_world import RankWorld
+from deepinfer_backend.rank_place import RankPlace
 from deepinfer_backend.sampling_params import SamplingParams
+from deepinfer_backend.worker.tensor_ranks import TensorRanks
 from deepinfer_backend.worker.worker import NO_HANDLES
 
 logger = logging.getLogger(__name__)
 
 _MAX_SILENCE_S = 0.25
+_IDLE_VOTE_INTERVAL_S = 0.01  # of ranks in lockstep that all have nothing to do; as long a request may wait
 
 
 class EngineLoop:
-    """Takes requests in, steps while there is work, flushes when drained, sleeps when idle."""
+    """Takes requests in, steps while there is work, flushes when drained, sleeps when idle.
+
+    One that is in lockstep with others steps always, but slowly while nobody has work: each step begins with a vote,
+    and who does not vote holds the others up.
+    """
 
     def __init__(
-        self, engine: LLMEngine, requests: zmq.Socket[bytes], clients: ClientSockets, stats_interval_s: float
+        self,
+        engine: LLMEngine,
+        requests: zmq.Socket[bytes],
+        clients: ClientSockets,
+        stats_interval_s: float,
+        *,
+        in_lockstep: bool,
     ) -> None:
         self._engine = engine
+        self._in_lockstep = in_lockstep
         self._requests = requests
         self._clients = clients
         self._stats_line = StatsLine(stats_interval_s)
@@ -69,13 +85,19 @@ class EngineLoop:
         self._report([], NO_HANDLES)  # the owner's gauges are there before the first request
         while True:
             is_busy = engine.has_unfinished_requests() or engine.has_inflight_step()
-            self._take_in(wait=not is_busy)
+            if is_busy or engine.is_group_busy:
+                self._take_in(wait_s=0.0)
+            else:
+                self._take_in(wait_s=_IDLE_VOTE_INTERVAL_S if self._in_lockstep else None)
             if self._is_shut_down:
                 return
-            if not is_busy:
+            if not is_busy and engine.has_unfinished_requests():
                 self._report([], NO_HANDLES)  # the owner must know of the work, to miss what does not come of it
-            is_drained = not engine.has_unfinished_requests()
-            handles = engine.flush_inflight_reqs() if is_drained else engine.step()
+            is_drained = is_busy and not engine.has_unfinished_requests()
+            if self._in_lockstep or engine.has_unfinished_requests():
+                handles = engine.step()
+            else:
+                handles = engine.flush_inflight_reqs()
             results = engine.take_results()
             # Told also without outputs: the frontend's gauges must not stay where work left them, and there are steps
             # without any for a long time (beam search, a prompt in chunks, a grammar that is compiled).
@@ -84,14 +106,14 @@ class EngineLoop:
             if len(handles) or results or is_drained or is_silent:
                 self._report(results, handles)
 
-    def _take_in(self, *, wait: bool) -> None:
-        """Handles every message that is there; with `wait`, sleeps until there is one."""
+    def _take_in(self, *, wait_s: float | None) -> None:
+        """Handles every message that is there; sleeps until there is one, but no longer than that (None: for ever)."""
+        self._requests.poll(None if wait_s is None else round(wait_s * 1e3))
         while not self._is_shut_down:
             try:
-                data = self._requests.recv(0 if wait else zmq.NOBLOCK)
+                data = self._requests.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            wait = False
             self._handle(data)
 
     def _handle(self, data: bytes) -> None:
@@ -162,7 +184,7 @@ def _end_with_parent(folder: Path) -> None:
 
 def main() -> int:
     requests_address, outputs_address, owner_id = sys.argv[1:]
-    config = json.loads(sys.stdin.buffer.readline())
+    config, place = json.loads(sys.stdin.buffer.readline()), json.loads(sys.stdin.buffer.readline())
     folder = Path(requests_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), name="deepinfer-parent-watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
@@ -175,10 +197,17 @@ def main() -> int:
     clients.add(owner_id, outputs_address, os.getppid())
     try:
         engine_config = EngineConfig(**config)
-        engine = LLMEngine(engine_config)
+        ranks, world = None, None
+        if place is not None:
+            ranks = TensorRanks(engine_config, RankPlace(**place))
+            world = RankWorld(RankPlace(**place), engine_config.step_timeout_s)
+        engine = LLMEngine(engine_config, world)
         clients.send(OWNER_INDEX, EngineReady(engine.info, os.getpid()))
-        EngineLoop(engine, requests, clients, engine_config.stats_interval_s).run()
+        in_lockstep = engine_config.data_parallel_lockstep and engine_config.data_parallel_size > 1
+        EngineLoop(engine, requests, clients, engine_config.stats_interval_s, in_lockstep=in_lockstep).run()
         engine.close()
+        if ranks is not None:
+            ranks.close()
     except Exception as error:
         logger.exception("the engine cannot go on")
         shown = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,9 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -39,13 +42,14 @@ from deepinfer_backend.engine.messages import (
     decode_from_engine,
     encode,
 )
-from deepinfer_backend.errors import EngineDeadError, EngineError, UnavailableError
+from deepinfer_backend.errors import ConfigError, EngineDeadError, EngineError, UnavailableError
+from deepinfer_backend.rank_place import RankPlace
 
 _CLOSE_TIMEOUT_S = 2.0
 _READY_POLL_S = 1.0
 _ATTACH_POLL_S = 0.1
 _LAST_WORDS_TIMEOUT_MS = 1000
-_REQUESTS, _OUTPUTS = "requests", "outputs"
+_REQUESTS, _OUTPUTS, _RENDEZVOUS = "requests", "outputs", "ranks"
 
 _attachment_numbers = itertools.count(1)
 
@@ -93,6 +97,9 @@ class _RemoteEngineClient:
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
         self._send(AbortSequences(sequences))
+
+    def forget_request(self, request_id: str) -> None:
+        """The engine knows when it has ended."""
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         match self._receive(timeout_s):
@@ -161,10 +168,18 @@ class ChildEngineClient(_RemoteEngineClient):
 
     Raises (constructor):
         EngineError: the engine could not start; the message is its own.
+        ConfigError: there are fewer devices than ranks.
     """
 
-    def __init__(self, config: EngineConfig, link: Path | None = None) -> None:
-        """`link`: where others find the engine, see `AttachedEngineClient`; by default nobody does."""
+    def __init__(
+        self, config: EngineConfig, link: Path | None = None, rank: int = 0, rendezvous: Path | None = None
+    ) -> None:
+        """`link`: where others find the engine, see `AttachedEngineClient`; by default nobody does. `rank`: which of
+        `data_parallel_size` engines this is; `rendezvous`: where it meets the others, if they are in lockstep.
+        """
+        environment = _child_environment(config, rank)
+        # Requests without a seed must not draw the same numbers on every rank.
+        config = config.model_copy(update={"seed": (config.seed + rank) % 2**64})
         folder = self._folder = Path(tempfile.mkdtemp(prefix="deepinfer-"))
         self._link = link
         super().__init__("owner", folder, folder)
@@ -178,12 +193,13 @@ class ChildEngineClient(_RemoteEngineClient):
                 self._client_id,
             ],
             stdin=subprocess.PIPE,
-            env=_child_environment(),
+            env=environment,
         )
         assert self._process.stdin is not None
         try:
             self._watch(self._process.pid)
-            self._process.stdin.write(config.model_dump_json().encode() + b"\n")
+            place = _place(config, rank, rendezvous or folder / _RENDEZVOUS)
+            self._process.stdin.write(config.model_dump_json().encode() + b"\n" + json.dumps(place).encode() + b"\n")
             self._process.stdin.flush()
             self.info = self._wait_until_ready()
             write_engine_info(folder, self.info)
@@ -298,7 +314,34 @@ def _python() -> str:
     return next((str(path) for path in candidates if path.exists()), "python3")
 
 
-def _child_environment() -> dict[str, str]:
+def _place(config: EngineConfig, rank: int, rendezvous: Path) -> dict[str, Any] | None:
+    """As the engine reads it; None if it works alone."""
+    num_engines = config.data_parallel_size if config.data_parallel_lockstep else 1
+    if num_engines == config.tensor_parallel_size == 1:
+        return None
+    data_rank = rank if config.data_parallel_lockstep else 0
+    return asdict(RankPlace(data_rank, num_engines, 0, config.tensor_parallel_size, str(rendezvous)))
+
+
+def _child_environment(config: EngineConfig, rank: int) -> dict[str, str]:
     package_parent = str(Path(__file__).resolve().parents[2])
     search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": search_path, "PYTHONUTF8": "1"}
+    environment = {**os.environ, "PYTHONPATH": search_path, "PYTHONUTF8": "1"}
+    if config.num_processes > 1:
+        _give_share(environment, config, rank)
+    return environment
+
+
+def _give_share(environment: dict[str, str], config: EngineConfig, rank: int) -> None:
+    """Of the machine's cores, and the engine's devices of those that are visible."""
+    num_cores, num_processes = len(os.sched_getaffinity(0)), config.num_processes
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
+    visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if visible and num_processes > len(visible):
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size} and tensor_parallel_size "
+            f"{config.tensor_parallel_size}: they need {num_processes} devices, and {len(visible)} are visible"
+        )
+    size = config.tensor_parallel_size
+    devices = (visible or [str(index) for index in range(num_processes)])[rank * size : (rank + 1) * size]
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -17,35 +17,28 @@ from numpy.typing import NDArray
 from deepinfer_backend._core import (
     RequestOutputPool,
     Scheduler,
-    SchedulerConfig,
     SchedulerOutputs,
     SequenceMetadataPool,
 )
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.deferred_release import DeferredRelease
 from deepinfer_backend.engine.draft_policy import ALL_DRAFTS, DraftPolicy
+from deepinfer_backend.engine.engine_model import set_up_model
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
+from deepinfer_backend.engine.rank_group import RankGroup, StepKind
 from deepinfer_backend.engine.sampling_options import sampling_options
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
 from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
 from deepinfer_backend.models.adapter_cache import AdapterCache
-from deepinfer_backend.models.loader import (
-    load_generation_config,
-    resolve_dtype,
-    resolve_model,
-    resolve_tokenizer,
-)
-from deepinfer_backend.models.runnable_model import load_runnable_model
-from deepinfer_backend.speculation.make_drafter import load_draft_source, make_drafter
+from deepinfer_backend.models.loader import load_generation_config, resolve_tokenizer
+from deepinfer_backend.ops.rank_world import RankWorld
 from deepinfer_backend.worker.device import open_stream
-from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
-from deepinfer_backend.worker.limits import resolve_block_size, resolve_device, resolve_max_model_len
+from deepinfer_backend.worker.limits import resolve_device
 from deepinfer_backend.worker.model_runner import ModelRunner
 from deepinfer_backend.worker.slot_state import SlotState
-from deepinfer_backend.worker.step_buffers import MAX_EXTRA_LOGITS, StepBuffers
 from deepinfer_backend.worker.timers import StepTimers
 from deepinfer_backend.worker.worker import StepState, Worker
 
@@ -65,48 +58,24 @@ class LLMEngine:
         ConfigError, UnsupportedModelError: the model cannot run with this configuration.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device)
-        kv_cache_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
-        model_path = resolve_model(config.model)
-        self.stream = open_stream(device)
-        # Whatever computes runs on the stream, from the first tensor on: were this thread to compute in parallel too,
-        # OpenMP would count two teams, more threads than cores, and send the device's to sleep between any two
-        # operations (20 ms a step on two cores).
-        model = self.stream.submit(
-            lambda: load_runnable_model(
-                model_path,
-                dtype,
-                device,
-                dequantize=config.dtype != "auto",
-                has_adapters=bool(config.lora_modules),
-                with_mtp_layer=config.speculative_config is not None and config.speculative_config.has_own_mtp_layer,
-            )
-        ).result()
-        draft_source = load_draft_source(config.speculative_config, model, model_path, dtype, self.stream)
-        layers = model.layers + (draft_source.layers if draft_source is not None else [])
-        block_size = resolve_block_size(config.block_size, device)
-        max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
-        num_blocks = num_kv_blocks(
-            config,
-            layers,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            dtype=kv_cache_dtype,
-            device=device,
-        )
-        max_blocks_per_seq = min(num_blocks, -(-max_model_len // block_size))
-        generation_defaults = load_generation_config(model_path)
-        tokenizer_path = resolve_tokenizer(config.tokenizer, model_path)
+    def __init__(self, config: EngineConfig, world: RankWorld | None = None) -> None:
+        """world: of the ranks with which it makes its steps. If there are other engines among them, `step` must be
+        called also when there is no work.
+        """
+        self._group = None if world is None or world.engines is None else RankGroup(world.engines)
+        self.stream = open_stream(resolve_device(config.device))
+        parts = set_up_model(config, self.stream, world)
+        model, kv_cache, num_speculative_tokens = parts.model, parts.kv_cache, parts.num_speculative_tokens
+        generation_defaults = load_generation_config(parts.path)
+        tokenizer_path = resolve_tokenizer(config.tokenizer, parts.path)
         self._eos_token_ids = generation_defaults.eos_token_ids
         self.info = EngineInfo(
-            model_path=str(model_path),
-            max_model_len=max_model_len,
+            model_path=str(parts.path),
+            max_model_len=parts.max_model_len,
             vocab_size=model.vocab_size,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            device=str(device),
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            device=str(model.device),
             dtype=model.weight_format,
             hidden_size=model.hidden_size,
             default_sampling_params=generation_defaults.sampling_params,
@@ -114,35 +83,9 @@ class LLMEngine:
             config=config.model_dump(mode="json"),
         )
         self._max_num_seqs = config.max_num_seqs
-        num_speculative_tokens = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-        self._max_seq_len = min(max_model_len, num_blocks * block_size)
-        drafter = make_drafter(
-            config.speculative_config,
-            draft_source,
-            max_num_seqs=config.max_num_seqs,
-            max_seq_len=self._max_seq_len,
-            block_size=block_size,
-            device=device,
-        )
+        self._max_seq_len = parts.max_seq_len
         self.timers = StepTimers()
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_model_len,
-                max_num_extra_logits=MAX_EXTRA_LOGITS,
-                num_speculative_tokens=num_speculative_tokens,
-                num_lookahead_tokens=num_speculative_tokens if draft_source is not None else 0,
-                max_tokens_behind=drafter.max_tokens_behind if drafter is not None else 0,
-                enable_prefix_caching=config.enable_prefix_caching,
-                max_consecutive_prefills=config.max_consecutive_prefills,
-                prefill_attempt_interval=config.prefill_attempt_interval,
-                priority_aging_s=config.priority_aging_s,
-                hash_seed=random.SystemRandom().getrandbits(64),
-            )
-        )
+        self.scheduler = Scheduler(parts.scheduler_config(config))
         self.request_output_pool = RequestOutputPool()
         self._tracked = TrackedRequests(
             self.scheduler,
@@ -160,30 +103,18 @@ class LLMEngine:
         self._adapters.check_configured()
         self._draft_policy: DraftPolicy | None = None
         if num_speculative_tokens:
-            self._draft_policy = DraftPolicy(num_speculative_tokens, drafter_computes=draft_source is not None)
+            self._draft_policy = DraftPolicy(num_speculative_tokens, drafter_computes=parts.drafter_computes)
         self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
-
-        def step_buffers() -> StepBuffers:
-            return StepBuffers(
-                max_num_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_blocks_per_seq=max_blocks_per_seq,
-                num_speculative_tokens=num_speculative_tokens,
-                device=device,
-            )
-
-        kv_cache = KVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=kv_cache_dtype, device=device)
-        slots = SlotState(config.max_num_seqs, num_speculative_tokens, device)
-        if drafter is not None:
-            drafter.use_caches(kv_cache.layers[len(model.layers) :])
+        slots = SlotState(config.max_num_seqs, num_speculative_tokens, model.device)
+        buffers = [self.stream.submit(lambda: parts.step_buffers(config)).result() for _ in range(2)]
         self.worker = Worker(
-            ModelRunner(model, kv_cache, slots, max_seq_len=self._max_seq_len),
+            ModelRunner(model, kv_cache, slots, parts.ranks, max_seq_len=self._max_seq_len),
             self.stream,
-            (self.stream.submit(step_buffers).result(), self.stream.submit(step_buffers).result()),
+            (buffers[0], buffers[1]),
             slots,
-            drafter,
+            parts.drafter,
             zero_overhead_scheduling=config.zero_overhead_scheduling,
             post_process=self.post_process,
             plan_sampling=self._tracked.plan,
@@ -196,15 +127,6 @@ class LLMEngine:
         self._failures: list[RequestResult] = []
         self._seeds = random.Random(config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
-        logger.info(
-            "%s on %s in %s: %d KV blocks of %d tokens, at most %d tokens a sequence",
-            model_path.name,
-            device,
-            self.info.dtype,
-            num_blocks,
-            block_size,
-            self._max_seq_len,
-        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Puts the request's sequence into the waiting queue; first it waits for its grammar and its adapter's place.
@@ -242,6 +164,11 @@ class LLMEngine:
         """Whether a sequence is in a queue, or a request waits for its grammar or its adapter."""
         return self.scheduler.has_unfinished_seqs() or len(self._waiting) > 0
 
+    @property
+    def is_group_busy(self) -> bool:
+        """Whether any rank of the group computed something in the last step."""
+        return self._group is not None and self._group.agreed is not StepKind.IDLE
+
     def get_num_unfinished_requests(self) -> int:
         return self.scheduler.num_unfinished_requests + len(self._waiting)
 
@@ -273,10 +200,15 @@ class LLMEngine:
                 if self._draft_policy is not None:
                     draft_threshold = self._draft_policy.threshold(self.scheduler.acceptance_rates)
                 _, batch = self.scheduler.schedule(self._sequence_metadata_pool, draft_threshold=draft_threshold)
-            handles = self.worker.execute_model_step(batch)
+            others_compute = False
+            if self._group is not None:
+                with self.timers.record("vote"):
+                    others_compute = self._group.vote(_kind_of(batch)) is not StepKind.IDLE
+            handles = self.worker.execute_model_step(batch, with_placeholder=others_compute)
             if not self.has_unfinished_requests():
                 self._free_finished()  # the next round may be far away
-            self._num_steps += 1
+            if self._group is None or self.is_group_busy:
+                self._num_steps += 1
         return self._give_out(handles)
 
     def flush_inflight_reqs(self) -> Handles:
@@ -304,6 +236,8 @@ class LLMEngine:
                 drafts=None if result.drafts is None else result.drafts.numpy(),
                 logprobs=step_logprobs(result),
             )
+        except EngineDeadError:
+            raise
         except torch.AcceleratorError as error:
             raise EngineDeadError("the device failed; the engine cannot go on") from error
         except Exception:
@@ -404,6 +338,12 @@ class LLMEngine:
         for request in self._tracked.take_freed():
             if request.sampling_params.lora_name is not None:
                 self._adapters.release(request.sampling_params.lora_name)
+
+
+def _kind_of(batch: SchedulerOutputs) -> StepKind:
+    if batch.is_empty():
+        return StepKind.IDLE
+    return StepKind.PREFILL if batch.is_prefill else StepKind.DECODE
 
 
 def _cache_salt(lora_id: int, client_salt: str | None) -> str:

@@ -129,14 +129,18 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int = 0
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """The counters of two engines in all; gauges and sizes then mean nothing."""
+        """Of two engines of one model in all, or of two that were there one after the other: then of the counters."""
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for name in self.__struct_fields__
-            if name != "num_accepted_by_position"
+            if name not in ("num_accepted_by_position", "block_size")
         }
         by_position = itertools.zip_longest(self.num_accepted_by_position, other.num_accepted_by_position, fillvalue=0)
-        return EngineStats(**sums, num_accepted_by_position=[sum(pair) for pair in by_position])
+        return EngineStats(
+            **sums,
+            block_size=max(self.block_size, other.block_size),
+            num_accepted_by_position=[sum(pair) for pair in by_position],
+        )
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

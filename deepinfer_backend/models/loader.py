@@ -127,25 +127,36 @@ def load_config(path: Path) -> Any:
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str, **config_fields: int
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str,
+    tensor_parallel_size: int = 1,
+    **config_fields: int,
 ) -> torch.nn.Module:
     """The causal language model in folder `path`, on `device`, in evaluation mode and without gradients.
 
-    config_fields: in place of those of its configuration.
+    tensor_parallel_size: ranks of torch.distributed's world, each of which has the share that transformers' plan for
+    the architecture gives it. config_fields: in place of those of its configuration.
 
     Raises:
         UnsupportedModelError: transformers has no such architecture, or the files lack some of its weights.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
     from deepinfer_backend.models.library_bars import report_loading
 
     write_float32_weights(path)
+    if tensor_parallel_size > 1:
+        placement: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tensor_parallel_size)}
+    else:
+        placement = {"device_map": {"": device}}
     with show_progress(f"Loading {path.name}") as advance, report_loading(advance), _load_errors(path):
         model, loading = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            device_map={"": device},
+            **placement,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,

@@ -37,7 +37,7 @@ class NativeMtpHead:
         self._embedding = model.embedding
         self._embedding_norm = packer.vector(f"{prefix}.enorm.weight", spec.hidden_size)
         self._hidden_norm = packer.vector(f"{prefix}.hnorm.weight", spec.hidden_size)
-        (self._projection,) = packer.linear([(f"{prefix}.eh_proj", spec.hidden_size)], 2 * spec.hidden_size)
+        (self._projection,) = packer.linear([(f"{prefix}.eh_proj", [spec.hidden_size])], 2 * spec.hidden_size)
         self.draft_token_ids: torch.Tensor | None = None
         output_layer = model.output_layer
         if packer.has(f"{prefix}.draft_token_ids"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import UnsupportedModelError
 from deepinfer_backend.models.decoder_specs import read_decoder_spec
 from deepinfer_backend.models.gguf_header import read_gguf_header
@@ -20,9 +21,25 @@ from deepinfer_backend.models.native_model import NativeModel
 from deepinfer_backend.models.packed_weights import PACKED_METHODS, packed_weights
 from deepinfer_backend.models.safetensors_weights import SafetensorsWeights
 from deepinfer_backend.models.weights import DequantizedWeights, WeightSource
+from deepinfer_backend.ops.rank_world import TensorGroup
 from deepinfer_backend.progress import show_progress
 
 logger = logging.getLogger(__name__)
+
+
+def load_engine_model(
+    config: EngineConfig, path: Path, dtype: torch.dtype, device: torch.device, group: TensorGroup | None
+) -> Model:
+    """The same on every rank of an engine: its model, as `load_runnable_model` loads it."""
+    return load_runnable_model(
+        path,
+        dtype,
+        device,
+        dequantize=config.dtype != "auto",
+        has_adapters=bool(config.lora_modules),
+        with_mtp_layer=config.speculative_config is not None and config.speculative_config.has_own_mtp_layer,
+        group=group,
+    )
 
 
 def load_runnable_model(
@@ -33,11 +50,12 @@ def load_runnable_model(
     dequantize: bool,
     has_adapters: bool,
     with_mtp_layer: bool = False,
+    group: TensorGroup | None = None,
 ) -> Model:
     """The model in folder `path`, in `dtype` on `device`; to be called on the device's stream.
 
     dequantize: weights that are stored with few bits become `dtype` too. with_mtp_layer: a model that runs through
-    transformers has one layer more, that of its multi-token-prediction module.
+    transformers has one layer more, that of its multi-token-prediction module. group: the ranks that share it.
 
     Raises:
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
@@ -51,7 +69,7 @@ def load_runnable_model(
         if dequantize:
             source = DequantizedWeights(source)
         with show_progress(f"Loading {path.name}") as advance:
-            return NativeModel(spec_or_reason, source, dtype, advance)
+            return NativeModel(spec_or_reason, source, dtype, advance, group)
     if method in PACKED_METHODS and device.type == "cpu":
         raise UnsupportedModelError(
             f"{path} has weights packed by {method}, which only native models read: {spec_or_reason}"
@@ -61,7 +79,9 @@ def load_runnable_model(
     from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
 
     fields = {"num_hidden_layers": load_config(path).num_hidden_layers + 1} if with_mtp_layer else {}
-    return TransformersModel(load_model(path, dtype, device, ATTENTION_NAME, **fields), has_mtp_layer=with_mtp_layer)
+    size = 1 if group is None else group.share.size
+    module = load_model(path, dtype, device, ATTENTION_NAME, size, **fields)
+    return TransformersModel(module, has_mtp_layer=with_mtp_layer)
 
 
 def _quantization_config(path: Path) -> dict[str, Any]:

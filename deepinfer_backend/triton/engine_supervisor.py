@@ -123,11 +123,18 @@ class EngineSupervisor:
         """(request id, sequence index) of each; the rest of their requests goes on."""
         self._tell(lambda client: client.abort_sequences(sequences))
 
+    def forget_request(self, request_id: str) -> None:
+        self._client.forget_request(request_id)
+
     def check_available(self) -> None:
         """Raises UnavailableError while there is no engine; so that a client need not wait in a queue for that."""
         state = self._state
         if state is not EngineState.RUNNING:
             raise UnavailableError(_UNAVAILABLE_BECAUSE[state])
+
+    def is_available(self) -> bool:
+        """Whether there is an engine."""
+        return self._state is EngineState.RUNNING
 
     def _tell(self, tell: Callable[[EngineClient], None]) -> None:
         with self._lock:

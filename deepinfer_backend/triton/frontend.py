@@ -23,7 +23,7 @@ from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.engine.queue_deadlines import queue_timeout_error
 from deepinfer_backend.errors import DeepInferError, UnavailableError, request_failed_error
-from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
+from deepinfer_backend.triton.engine_ranks import EngineRanks
 from deepinfer_backend.triton.generate_request import CANCEL_INPUTS, CancelRequest, GenerateRequest, WireInterface
 from deepinfer_backend.triton.metrics import ModelMetrics
 from deepinfer_backend.triton.request import native_interface, new_request_id, read_utf8
@@ -50,32 +50,32 @@ class Frontend:
         *,
         model_name: str,
         model_version: str,
-        start_engine: Callable[[], EngineClient],
+        start_engine: Callable[[int], EngineClient],
         load_tokenizer: Callable[[EngineInfo], Any],
         give_up: Callable[[], None],
         interface: WireInterface = native_interface,
     ) -> None:
-        """Starts the engine and blocks until it is ready; raises DeepInferError if it cannot start.
+        """Starts the engines and blocks until they are ready; raises DeepInferError if one cannot start.
 
-        `give_up` is called once if the engine dies too often.
+        `start_engine`: of a data-parallel rank. `give_up` is called once if they die too often.
         """
         self._model_name = model_name
         self._is_draining = False
         self._input_queue: SimpleQueue[tuple[GenerateRequest, float] | None] = SimpleQueue()  # with its arrival
-        self._supervisor = EngineSupervisor(
+        self._ranks = EngineRanks(
             start_engine,
             on_outputs=self._on_outputs,
             on_death=self._on_engine_death,
             on_failed=give_up,
         )
         try:
-            info = self._supervisor.info
+            info = self._ranks.info
             config = EngineConfig(**info.config)
             tokenizer = load_tokenizer(info)
             self._parse_request = interface(tokenizer, info, config)
             self._tracer = start_tracer(config.otlp_traces_endpoint, model_name)
         except BaseException:
-            self._supervisor.stop()
+            self._ranks.stop()
             raise
         self._input_processor = InputProcessor(tokenizer, info, config)
         self._config = config
@@ -83,8 +83,9 @@ class Frontend:
         self._metrics = ModelMetrics(model_name, model_version)
         self._responder = Responder(
             OutputProcessor(tokenizer),
-            self._supervisor.abort_requests,
-            self._supervisor.abort_sequences,
+            self._ranks.abort_requests,
+            self._ranks.abort_sequences,
+            self._ranks.forget_request,
             [
                 self._metrics.record_request,
                 self._request_log.log_end,
@@ -102,7 +103,7 @@ class Frontend:
             self._on_draining,
         )
         self._input_thread = threading.Thread(target=self._process_inputs, name="deepinfer-input", daemon=True)
-        for part in (self._responder, self._supervisor, self._watcher, self._input_thread):
+        for part in (self._responder, self._ranks, self._watcher, self._input_thread):
             part.start()
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class Frontend:
         self._request_log.log_left_out(at_once=True)
         if self._tracer is not None:
             self._tracer.close()
-        self._supervisor.stop()
+        self._ranks.stop()
         self._metrics.publish()
         self._metrics.close()
 
@@ -181,7 +182,7 @@ class Frontend:
     def _check_available(self) -> None:
         if self._is_draining:
             raise UnavailableError("the server is shutting down")
-        self._supervisor.check_available()
+        self._ranks.check_available()
 
     def _refuse(self, request_id: str, sender: Any, trace_context: str, error: DeepInferError) -> None:
         self._responder.open(ResponseStream(request_id, sender, None, trace_context))
@@ -218,19 +219,20 @@ class Frontend:
         )
         engine_request = msgspec.structs.replace(engine_request, queue_timeout_s=queue_timeout_s, arrival_s=arrival_s)
         self._responder.admit(engine_request)
-        self._supervisor.add_request(engine_request)
-        # Cancelled between the two: the abort may have overtaken the request.
+        self._ranks.add_request(engine_request)
+        # Ended between the two: the abort may have overtaken the request.
         if not self._responder.is_open(request.request_id):
-            self._supervisor.abort_requests([request.request_id])
+            self._ranks.abort_requests([request.request_id])
 
-    def _on_outputs(self, outputs: EngineOutputs) -> None:
+    def _on_outputs(self, rank: int, outputs: EngineOutputs) -> None:
         if outputs.stats is not None:
-            self._metrics.record_stats(outputs.stats)
+            self._metrics.record_stats(rank, outputs.stats)
         self._responder.respond(outputs)
 
-    def _on_engine_death(self, error: DeepInferError) -> None:
-        self._metrics.record_engine_death()
-        self._responder.fail_all(error)
+    def _on_engine_death(self, rank: int, request_ids: list[str], error: DeepInferError) -> None:
+        self._metrics.record_engine_death(rank)
+        for request_id in request_ids:
+            self._responder.fail(request_id, error)
 
     def _on_draining(self) -> None:
         self._is_draining = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
@@ -47,9 +48,10 @@ class ModelMetrics:
 
     def __init__(self, model_name: str, model_version: str) -> None:
         self._triton = _TritonMetrics(model_name, model_version)
-        self._engine: _EngineTotals | None = None
+        self._lock = threading.Lock()  # guards _engines: each rank has a thread
+        self._engines: dict[int, _EngineTotals] = {}  # by rank; replaced as a whole
         self._published_values: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._published_engine: _EngineTotals | None = None
+        self._published_engines: dict[int, _EngineTotals] = {}
         self._requests: deque[RequestSummary] = deque(maxlen=_MAX_KEPT_REQUESTS)
         self._token_gaps = TokenGaps(MAX_TOKEN_GAPS)
         self._values: deque[tuple[MetricFamily, float]] = deque(maxlen=_MAX_KEPT_VALUES)  # not told yet
@@ -57,13 +59,17 @@ class ModelMetrics:
         for family in REQUEST_FAMILIES:
             self._triton.add(family)
 
-    def record_stats(self, stats: EngineStats) -> None:
-        self._engine = _EngineTotals(stats, EngineStats() if self._engine is None else self._engine.before)
+    def record_stats(self, rank: int, stats: EngineStats) -> None:
+        with self._lock:
+            known = self._engines.get(rank)
+            before = EngineStats() if known is None else known.before
+            self._engines = {**self._engines, rank: _EngineTotals(stats, before)}
 
-    def record_engine_death(self) -> None:
-        """To be called by the thread that records stats: the next engine counts from zero."""
-        if self._engine is not None:
-            self._engine = self._engine.without_engine()
+    def record_engine_death(self, rank: int) -> None:
+        """To be called by the thread that records the rank's stats: its next engine counts from zero."""
+        with self._lock:
+            if rank in self._engines:
+                self._engines = {**self._engines, rank: self._engines[rank].without_engine()}
 
     def record_request(self, request: RequestSummary) -> None:
         """A RequestObserver."""
@@ -93,17 +99,19 @@ class ModelMetrics:
         self._triton.close()
 
     def _publish_engine(self) -> None:
-        engine = self._engine
-        if engine is None or engine is self._published_engine:
+        engines = self._engines
+        if engines is self._published_engines:
             return
-        if self._published_engine is None:
+        if not self._published_engines:
             for each in ENGINE_FAMILIES:
                 self._triton.add(each.family)
-        self._published_engine = engine
+        self._published_engines = engines
+        now = sum((engine.stats for engine in engines.values()), EngineStats())
+        before = sum((engine.before for engine in engines.values()), EngineStats())
         for each in ENGINE_FAMILIES:
             for label_value, read in each.series.items():
                 is_gauge = each.family.kind is MetricKind.GAUGE
-                value = read(engine.stats) if is_gauge else read(engine.before) + read(engine.stats)
+                value = read(now) if is_gauge else read(before) + read(now)
                 key = (each.family.name, label_value)
                 if value == self._published_values[key]:
                     continue

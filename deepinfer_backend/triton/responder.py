@@ -85,14 +85,16 @@ class Responder:
         output_processor: TokensToText,
         abort_requests: Callable[[list[str]], None],
         abort_sequences: Callable[[list[tuple[str, int]]], None],
+        forget_request: Callable[[str], None],
         observers: Sequence[RequestObserver],
         observe_tokens: TokenObserver,
         max_queue_size: int,
     ) -> None:
-        """`observers`: each is told of every request when it has ended."""
+        """`forget_request`: told the id of every request that has ended. `observers`: each is told more of it."""
         self._output_processor = output_processor
         self._abort_requests = abort_requests
         self._abort_sequences = abort_sequences
+        self._forget_request = forget_request
         self._observers = observers
         self._observe_tokens = observe_tokens
         self._max_queue_size = max_queue_size
@@ -279,6 +281,7 @@ class Responder:
         with self._lock:
             self._open.pop(request_id, None)
             self._waiting.discard(request_id)
+        self._forget_request(request_id)
         is_admitted = request_id in self._admitted
         self._admitted.discard(request_id)
         # It has its FINAL; what goes wrong from here on is nobody's error.

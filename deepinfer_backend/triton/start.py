@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineClient
 from deepinfer_backend.engine.engine_process import AttachedEngineClient, ChildEngineClient
 from deepinfer_backend.engine.messages import EngineInfo
+from deepinfer_backend.engine.parallel_engines import ParallelEngineClient
 from deepinfer_backend.errors import ConfigError, shown
 from deepinfer_backend.models.loader import load_tokenizer
 from deepinfer_backend.triton.engine_folder import ENGINE_OF, engine_folder
@@ -65,18 +65,21 @@ def load_tokenizer_of(info: EngineInfo) -> Any:
 
 def _engine_starter(
     arguments: Mapping[str, Any], model_name: str, instance_kind: str, device_id: str
-) -> Callable[[], EngineClient]:
+) -> Callable[[int], EngineClient]:
+    """What starts a data-parallel rank, or attaches to it."""
     owner = arguments.get(ENGINE_OF)
     if owner is None:
         config = _place_on_device(EngineConfig(**arguments), instance_kind, device_id)
-        return partial(ChildEngineClient, config, engine_folder(model_name))
+        if config.data_parallel_lockstep:
+            return lambda _: ParallelEngineClient(config, lambda rank: engine_folder(model_name, rank))
+        return lambda rank: ChildEngineClient(config, engine_folder(model_name, rank), rank)
     others = sorted(arguments.keys() - {ENGINE_OF})
     if others or not isinstance(owner, str):
         raise ConfigError(
             f"{ENGINE_OF} is {shown(owner)}: must be the name of a model, and all that model.json says"
             + (f", not beside {others[0]}" if others else "")
         )
-    return partial(AttachedEngineClient, engine_folder(owner), model_name, _ATTACH_TIMEOUT_S)
+    return lambda rank: AttachedEngineClient(engine_folder(owner, rank), model_name, _ATTACH_TIMEOUT_S)
 
 
 def _place_on_device(config: EngineConfig, instance_kind: str, device_id: str) -> EngineConfig:

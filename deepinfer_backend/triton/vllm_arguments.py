@@ -42,9 +42,7 @@ _HUB_ENVIRONMENT = "set HF_TOKEN and HF_HOME in the server's environment instead
 
 ACCEPTED_VALUES: dict[str, Accepted] = {
     # Devices
-    "tensor_parallel_size": Accepted((1,), _ONE_DEVICE),
     "pipeline_parallel_size": Accepted((1,), _ONE_DEVICE),
-    "data_parallel_size": Accepted((1,), _ONE_DEVICE),
     "data_parallel_size_local": Accepted((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": Accepted((1,), _ONE_DEVICE),
     "decode_context_parallel_size": Accepted((1,), _ONE_DEVICE),

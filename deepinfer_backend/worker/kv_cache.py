@@ -140,4 +140,4 @@ def _memory_for_kv_cache(config: EngineConfig, device: torch.device) -> int:
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         fields = dict(line.split(":", 1) for line in meminfo)
     available_kib = int(fields["MemAvailable"].split()[0])
-    return int(available_kib * 1024 * _CPU_SHARE_OF_FREE_MEMORY)
+    return int(available_kib * 1024 * _CPU_SHARE_OF_FREE_MEMORY / config.num_processes)

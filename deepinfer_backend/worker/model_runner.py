@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer_backend._core import SchedulerOutputs
+from deepinfer_backend.errors import EngineDeadError
 from deepinfer_backend.models.interface import ForwardResult, Model
 from deepinfer_backend.models.lora import LoraStep
 from deepinfer_backend.ops.paged_attention import AttentionStep
+from deepinfer_backend.ops.rank_world import TensorGroup
 from deepinfer_backend.ops.step_inputs import StepInputs, resolve_step_inputs
 from deepinfer_backend.worker.kv_cache import KVCache
+from deepinfer_backend.worker.shared_step import SharedStep, send_step
 from deepinfer_backend.worker.slot_state import SlotState
 from deepinfer_backend.worker.step_buffers import StepBuffers, StepTensors
 
@@ -36,8 +39,13 @@ class ForwardInputs:
 class ModelRunner:
     """Runs a model over the paged cache: `forward` on the device's stream."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, slots: SlotState, *, max_seq_len: int) -> None:
-        """max_seq_len: the most tokens of a sequence."""
+    def __init__(
+        self, model: Model, kv_cache: KVCache, slots: SlotState, ranks: TensorGroup | None, *, max_seq_len: int
+    ) -> None:
+        """ranks: those with which this one, their leader, computes the model. max_seq_len: the most tokens of a
+        sequence.
+        """
+        self._ranks = ranks
         self._model = model
         self._kv_cache = kv_cache
         self._slots = slots
@@ -49,33 +57,30 @@ class ModelRunner:
     ) -> ForwardInputs:
         """Of a batch that was written into the buffers; on the host, without waiting for the device."""
         tensors = buffers.views(batch)
-        attention = AttentionStep(
-            block_tables=tensors.block_tables,
-            seq_lens=tensors.seq_lens,
-            query_start_loc=tensors.query_start_loc,
-            slot_mapping=tensors.slot_mapping,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-        )
         block_copies = batch.block_copies
         return ForwardInputs(
             buffers,
             tensors,
-            StepInputs(
-                token_ids=tensors.token_ids,
-                positions=tensors.positions,
-                slot_mapping=tensors.slot_mapping,
-                seq_lens=tensors.seq_lens,
-                token_sources=tensors.token_sources,
-                advance_slots=tensors.advance_slots,
-                query_start_loc=tensors.query_start_loc,
-                block_tables=tensors.block_tables,
-            ),
-            attention,
+            _step_inputs(tensors),
+            _attention(tensors, batch.max_query_len, batch.max_seq_len),
             has_logits=batch.num_sampled + batch.num_prompt_logits > 0,
             wants_token_states=wants_token_states,
             block_copies=torch.from_numpy(block_copies.copy()) if len(block_copies) else None,
             lora=lora,
+        )
+
+    def prepare_placeholder(self, buffers: StepBuffers) -> ForwardInputs:
+        """Of a step that computes nothing for anybody."""
+        tensors = buffers.placeholder()
+        return ForwardInputs(
+            buffers,
+            tensors,
+            _step_inputs(tensors),
+            _attention(tensors, max_query_len=1, max_seq_len=1),
+            has_logits=False,
+            wants_token_states=False,
+            block_copies=None,
+            lora=None,
         )
 
     def forward(self, inputs: ForwardInputs) -> ForwardResult:
@@ -94,11 +99,50 @@ class ModelRunner:
             block_size=self._kv_cache.block_size,
             max_seq_len=self.max_seq_len,
         )
+        if self._ranks is not None:
+            shared = SharedStep(
+                tensors.token_ids,
+                tensors.positions,
+                inputs.attention,
+                tensors.logits_indices,
+                inputs.block_copies,
+                inputs.wants_token_states,
+            )
+            send_step(self._ranks, shared)
         self._model.lora.set_step(inputs.lora)
-        return self._model.forward(
-            tensors.token_ids,
-            tensors.positions,
-            inputs.attention,
-            tensors.logits_indices,
-            wants_token_states=inputs.wants_token_states,
-        )
+        try:
+            return self._model.forward(
+                tensors.token_ids,
+                tensors.positions,
+                inputs.attention,
+                tensors.logits_indices,
+                wants_token_states=inputs.wants_token_states,
+            )
+        except RuntimeError as error:
+            if self._ranks is None:
+                raise
+            raise EngineDeadError("the tensor-parallel ranks are not in the same step any more") from error
+
+
+def _step_inputs(tensors: StepTensors) -> StepInputs:
+    return StepInputs(
+        token_ids=tensors.token_ids,
+        positions=tensors.positions,
+        slot_mapping=tensors.slot_mapping,
+        seq_lens=tensors.seq_lens,
+        token_sources=tensors.token_sources,
+        advance_slots=tensors.advance_slots,
+        query_start_loc=tensors.query_start_loc,
+        block_tables=tensors.block_tables,
+    )
+
+
+def _attention(tensors: StepTensors, max_query_len: int, max_seq_len: int) -> AttentionStep:
+    return AttentionStep(
+        block_tables=tensors.block_tables,
+        seq_lens=tensors.seq_lens,
+        query_start_loc=tensors.query_start_loc,
+        slot_mapping=tensors.slot_mapping,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )

@@ -16,6 +16,17 @@ from deepinfer_backend._core import SchedulerOutputs, StepArrays
 _ALIGNMENT_BYTES = 64
 MAX_EXTRA_LOGITS = 256
 """Rows of logits of one step beyond one a sequence, of prompt tokens or drafts: as float32 of 256k tokens 256 MiB."""
+_PLACEHOLDER = {
+    "token_ids": [0],
+    "token_sources": [-1],
+    "positions": [0],
+    "slot_mapping": [0],
+    "query_start_loc": [0, 1],
+    "seq_lens": [1],
+    "advance_slots": [-1],
+    "block_tables": [0],
+    "logits_indices": [0],
+}
 MAX_BANNED_PER_ROW = 128
 """End and stop tokens that `min_tokens` may hold back in a row of logits: 64 stop token ids and the model's own."""
 
@@ -119,6 +130,7 @@ class StepBuffers:
         )
         arrays = {name: tensor.numpy() for name, tensor in views(self._host).items()}
         self.arrays = StepArrays(**arrays)
+        self._host_arrays = arrays
         self.query_start_loc: NDArray[np.int32] = arrays["query_start_loc"]
         self.sample_start_loc: NDArray[np.int32] = arrays["sample_start_loc"]
         self._sizes: tuple[int, ...] = ()
@@ -142,6 +154,14 @@ class StepBuffers:
         if sizes != self._sizes:
             self._views, self._sizes = self._cut(*sizes), sizes
         return self._views
+
+    def placeholder(self) -> StepTensors:
+        """One token of nobody: the first of the dummy block, which every sequence may overwrite."""
+        for name, values in _PLACEHOLDER.items():
+            self._host_arrays[name].flat[: len(values)] = values
+        return self._cut(
+            num_tokens=1, num_seqs=1, num_sampled=0, num_rows=0, num_logits=1, num_banned=0, max_num_blocks=1
+        )
 
     def upload(self) -> None:
         """Copies the host's arrays to the device; call it on the device's stream."""

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 class StepTimers:
-    """Seconds that the host spent in each phase since the start: schedule, forward (launching it), sample,
-    post_process (waiting for the device included), and in all of a step.
+    """Seconds that the host spent in each phase since the start: schedule, vote (of ranks in lockstep), forward
+    (launching it), sample, post_process (waiting for the device included), and in all of a step.
 
     Owned by the thread that steps the engine.
     """

@@ -101,19 +101,23 @@ class Worker:
         self._pre_sampler_sync = pre_sampler_sync
         self._timers = timers
 
-    def execute_model_step(self, batch: SchedulerOutputs) -> Handles:
-        """One round, the same for every kind of step; `batch` may be empty.
+    def execute_model_step(self, batch: SchedulerOutputs, *, with_placeholder: bool = False) -> Handles:
+        """One round, the same for every kind of step; `batch` may be empty: then nothing is computed, or, with
+        `with_placeholder`, a token of nobody, because other ranks compute and wait for this one.
 
         Returns the handles of the outputs that are ready: those of the previous decode step and, for a prefill (or
         without zero-overhead scheduling), those of this one.
         """
         with self._timers.record("forward"):
             current = None if batch.is_empty() else self._forward(batch)
+            placeholder = self._launch_placeholder() if current is None and with_placeholder else None
         handles = self.flush_inflight_reqs()
         with self._timers.record("sample"):
             if current is not None:
                 self._sample(current)
             self._pre_sampler_sync()
+        if placeholder is not None:
+            placeholder.result()
         if current is None:
             return handles
         if batch.is_prefill or not self._zero_overhead_scheduling:
@@ -141,6 +145,12 @@ class Worker:
         except Exception as error:
             forward = self._failed(error)
         return StepState(batch, time.perf_counter(), buffers, forward)
+
+    def _launch_placeholder(self) -> Pending[ForwardResult]:
+        buffers = self._free_buffers
+        self._free_buffers, self._used_buffers = self._used_buffers, buffers
+        inputs = self._runner.prepare_placeholder(buffers)
+        return self._stream.submit(lambda: self._runner.forward(inputs))
 
     def _launch_forward(self, batch: SchedulerOutputs, buffers: StepBuffers) -> Pending[ForwardResult | None]:
         batch.write(buffers.arrays)

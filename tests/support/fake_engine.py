@@ -73,6 +73,9 @@ class FakeEngine:
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
         self.aborted_sequences.extend(sequences)
 
+    def forget_request(self, request_id: str) -> None:
+        pass
+
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         try:
             round_ = self._rounds.get(timeout=timeout_s)

@@ -29,7 +29,7 @@ class Engines:
         self.start_error: Exception | None = None
         self.gave_up = threading.Event()
 
-    def start(self, config: EngineConfig) -> FakeEngine:
+    def start(self, config: EngineConfig, rank: int) -> FakeEngine:
         """As partial(…, config) it takes the place of what starts a real one."""
         assert self.may_start.wait(10)
         if self.start_error is not None:

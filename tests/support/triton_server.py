@@ -13,6 +13,7 @@ from typing import Any
 
 from deepinfer_backend.triton.model_config import write_model_repository
 from deepinfer_backend.triton.server import TritonServer
+from tests.support.processes import command_line
 
 START_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.02
@@ -91,7 +92,7 @@ def read_metrics(server: TritonServer, model: str = "deepinfer") -> dict[str, fl
 
 def engine_process_ids(server: TritonServer) -> list[int]:
     """The engines that run behind `server`."""
-    return [pid for pid in server.process_ids() if b"deepinfer_backend.engine" in _command_line(pid)]
+    return [pid for pid in server.process_ids() if b"deepinfer_backend.engine" in command_line(pid)]
 
 
 def running_processes(process_ids: list[int]) -> list[int]:
@@ -104,10 +105,3 @@ def _state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

@@ -128,15 +128,15 @@ def test_the_hit_ratio_is_that_of_recent_requests(metrics: ModelMetrics) -> None
 
 
 def test_gauges_of_a_dead_engine_are_zero_and_its_counts_stay(metrics: ModelMetrics) -> None:
-    metrics.record_stats(EngineStats(num_running=3, num_generation_tokens=10, num_steps=2))
+    metrics.record_stats(0, EngineStats(num_running=3, num_generation_tokens=10, num_steps=2))
     metrics.publish()
-    metrics.record_stats(EngineStats(num_running=2, num_generation_tokens=12, num_steps=3))
-    metrics.record_engine_death()
+    metrics.record_stats(0, EngineStats(num_running=2, num_generation_tokens=12, num_steps=3))
+    metrics.record_engine_death(0)
     metrics.publish()
     assert told("requests_running") == [3, 0]
     assert sum(told("generation_tokens_total")) == 12
     # More steps than the dead one ever made, before anybody looked.
-    metrics.record_stats(EngineStats(num_running=1, num_generation_tokens=50, num_steps=90))
+    metrics.record_stats(0, EngineStats(num_running=1, num_generation_tokens=50, num_steps=90))
     metrics.publish()
     assert sum(told("generation_tokens_total")) == 62
 

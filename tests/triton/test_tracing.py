@@ -296,7 +296,7 @@ def start_frontend(engine: FakeEngine) -> Frontend:
     return Frontend(
         model_name="fake",
         model_version="1",
-        start_engine=lambda: engine,
+        start_engine=lambda rank: engine,
         load_tokenizer=lambda info: None,
         give_up=lambda: None,
     )

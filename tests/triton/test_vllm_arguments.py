@@ -67,7 +67,7 @@ def test_no_name_has_two_meanings() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tensor_parallel_size", 2, "tensor_parallel_size is 2: must be 1 (one engine uses one device)"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size is 2: must be 1 (one engine uses one device)"),
         ("pipeline_parallel_size", "4", "pipeline_parallel_size is '4': must be 1"),
         ("quantization", "fp8", "quantization is 'fp8': must be"),
         ("trust_remote_code", True, "trust_remote_code is True: must be false (a model's own code is never run)"),
@@ -126,9 +126,9 @@ def test_disable_log_stats_turns_the_lines_of_statistics_off() -> None:
 
 def test_what_has_no_effect_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    translate({"model": "org/name", "swap_space": 4, "enforce_eager": True, "tensor_parallel_size": 1}, {})
+    translate({"model": "org/name", "swap_space": 4, "enforce_eager": True, "pipeline_parallel_size": 1}, {})
     (record,) = caplog.records
-    assert record.getMessage().endswith(": enforce_eager, swap_space, tensor_parallel_size")
+    assert record.getMessage().endswith(": enforce_eager, pipeline_parallel_size, swap_space")
 
 
 def test_adapters_are_read_when_lora_is_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def find_tokenizer(tokenizer_dir: str, arguments: Mapping[str, Any]) -> Tokenize
             f"{ENGINE_OF} in model.json is {shown(owner)}: must be the name of the model whose tokenizer this is "
             "(or config.pbtxt must have tokenizer_dir)"
         )
-    return EngineTokenizer(engine_folder(owner), owner)
+    return EngineTokenizer(engine_folder(owner, rank=0), owner)
 
 
 class FolderTokenizer:

@@ -416,7 +416,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     from deepinfer_backend.triton.tensorrtllm import shared_tokenizer
 
     (tmp_path / "engine").mkdir(mode=0o700)
-    monkeypatch.setattr(shared_tokenizer, "engine_folder", lambda name: tmp_path / "engine")
+    monkeypatch.setattr(shared_tokenizer, "engine_folder", lambda name, rank: tmp_path / "engine")
     model = load(preprocessing, None, {"engine_of": "owner"})
     assert error_of(model, query("a")).code == TritonError.UNAVAILABLE
     write_engine_info(tmp_path / "engine", engine_info(byte_tokenizer(), tmp_path / "bytes"))

@@ -132,7 +132,7 @@ def running_frontend(model: Any, **model_config: Any) -> Iterator[tuple[Frontend
     frontend = Frontend(
         model_name="fake",
         model_version="1",
-        start_engine=lambda: engine,
+        start_engine=lambda rank: engine,
         load_tokenizer=lambda info: bundled_tokenizer(),
         give_up=lambda: None,
         interface=model.wire_interface({"model_transaction_policy": {"decoupled": True}, **model_config}),

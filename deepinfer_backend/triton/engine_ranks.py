@@ -1,0 +1,152 @@
+"""The engines of one model: data-parallel ranks, each with a supervisor, and which of them a request goes to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
+from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.engine.request_router import RequestRouter
+from deepinfer_backend.errors import DeepInferError, UnavailableError
+from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+
+class EngineRanks:
+    """Owns the supervisors. A rank that dies takes its own requests with it; the others go on, and take new ones.
+
+    `add_request`, `forget_request` and the aborts may be called from any thread. The callbacks run on the supervisors'
+    threads: `on_outputs` with the rank, `on_death` with the rank and the ids of the requests that it had; `on_failed`
+    when all ranks have given up.
+    """
+
+    def __init__(
+        self,
+        start_engine: Callable[[int], EngineClient],
+        *,
+        on_outputs: Callable[[int, EngineOutputs], None],
+        on_death: Callable[[int, list[str], DeepInferError], None],
+        on_failed: Callable[[], None],
+    ) -> None:
+        """`start_engine`: of a rank. The first one's configuration says how many there are. Raises what that raises."""
+        self._start_engine = start_engine
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._on_failed = on_failed
+        self._lock = threading.Lock()  # guards _num_failed
+        self._num_failed = 0
+        first = self._start_rank(0)
+        self.info = first.info
+        self._supervisors = [first]
+        try:
+            self._supervisors += self._start_others(int(self.info.config["data_parallel_size"]))
+        except BaseException:
+            first.stop()
+            raise
+        self._router = RequestRouter(len(self._supervisors))
+
+    def start(self) -> None:
+        for supervisor in self._supervisors:
+            supervisor.start()
+
+    def stop(self) -> None:
+        """Ends all engines at once, in bounded time."""
+        with ThreadPoolExecutor(len(self._supervisors)) as pool:
+            list(pool.map(EngineSupervisor.stop, self._supervisors))
+
+    def check_available(self) -> None:
+        """Raises UnavailableError while there is no engine."""
+        if not self._available():
+            self._supervisors[0].check_available()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Raises UnavailableError while there is no engine to take it."""
+        candidates = self._available()
+        error = UnavailableError("no engine is running; try again in a few seconds")
+        while candidates:
+            rank = self._router.assign(request, candidates)
+            try:
+                self._supervisors[rank].add_request(request)
+            except UnavailableError as rank_error:
+                # It has just died. If it took the request with it, that has been answered.
+                if not self._router.release(request.request_id):
+                    return
+                candidates.remove(rank)
+                error = rank_error
+            else:
+                return
+        self.check_available()
+        raise error
+
+    def forget_request(self, request_id: str) -> None:
+        """The request has ended."""
+        rank = self._router.rank_of(request_id)
+        if rank is not None:
+            self._router.release(request_id)
+            self._supervisors[rank].forget_request(request_id)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """What no rank is known to have is ended in all: it may just have ended, or be on its way."""
+        ids_of: defaultdict[int, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            for rank in self._ranks_of(request_id):
+                ids_of[rank].append(request_id)
+            self._router.release(request_id)
+        for rank, ids in ids_of.items():
+            self._supervisors[rank].abort_requests(ids)
+
+    def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
+        """(request id, sequence index) of each; the rest of their requests goes on."""
+        sequences_of: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        for sequence in sequences:
+            for rank in self._ranks_of(sequence[0]):
+                sequences_of[rank].append(sequence)
+        for rank, each in sequences_of.items():
+            self._supervisors[rank].abort_sequences(each)
+
+    def _start_rank(self, rank: int) -> EngineSupervisor:
+        return EngineSupervisor(
+            partial(self._start_engine, rank),
+            on_outputs=partial(self._on_outputs, rank),
+            on_death=partial(self._answer_for, rank),
+            on_failed=partial(self._give_up, rank),
+        )
+
+    def _start_others(self, num_ranks: int) -> list[EngineSupervisor]:
+        """All or none."""
+        if num_ranks == 1:
+            return []
+        with ThreadPoolExecutor(num_ranks - 1) as pool:
+            starts = [pool.submit(self._start_rank, rank) for rank in range(1, num_ranks)]
+        errors = [error for start in starts if (error := start.exception()) is not None]
+        if errors:
+            for start in starts:
+                if start.exception() is None:
+                    start.result().stop()
+            raise errors[0]
+        return [start.result() for start in starts]
+
+    def _available(self) -> list[int]:
+        return [rank for rank, supervisor in enumerate(self._supervisors) if supervisor.is_available()]
+
+    def _ranks_of(self, request_id: str) -> list[int]:
+        rank = self._router.rank_of(request_id)
+        return list(range(len(self._supervisors))) if rank is None else [rank]
+
+    def _answer_for(self, rank: int, error: DeepInferError) -> None:
+        self._on_death(rank, self._router.release_rank(rank), error)
+
+    def _give_up(self, rank: int) -> None:
+        with self._lock:
+            self._num_failed += 1
+            is_last = self._num_failed == len(self._supervisors)
+        if is_last:
+            self._on_failed()
+        else:
+            logger.error("rank %d is given up; the others go on", rank)

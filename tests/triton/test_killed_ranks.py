@@ -1,0 +1,100 @@
+"""SIGKILL of any engine process at any moment, in every layout of ranks: one end for every request, then all is back.
+
+Three kills a layout; DEEPINFER_NUM_KILLS sets more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer_backend.triton.server import TritonServer
+from tests.support.oracle import TransformersOracle
+from tests.support.processes import command_line
+from tests.support.tiny_text_model import byte_tokenizer, make_tiny_text_model
+from tests.support.triton_client import GrpcRequest, Response, stream_error
+from tests.support.triton_server import read_metrics, running_server, wait_until
+
+NUM_KILLS = int(os.environ.get("DEEPINFER_NUM_KILLS", "3"))
+NUM_STREAMS = 8
+PROMPT = "the sea"
+KNOWN = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
+LONG = {**KNOWN, "max_tokens": 1900}
+LATEST_KILL_S = 1.5  # after the requests were sent
+SERVES_AGAIN_LIMIT_S = 60.0
+GAUGES = ("deepinfer_requests_running", "deepinfer_requests_waiting", "deepinfer_kv_cache_usage_ratio")
+
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "two engines": ({"data_parallel_size": 2}, 2),
+    "two in lockstep": ({"data_parallel_size": 2, "data_parallel_lockstep": True}, 2),
+    "two ranks of one": ({"tensor_parallel_size": 2}, 2),
+}
+"""Engine arguments, and how many processes there are."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_text_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=LAYOUTS)
+def server_and_size(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterator[tuple[TritonServer, int]]:
+    layout, num_processes = LAYOUTS[request.param]
+    arguments = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 2**27,
+        "max_engine_restarts": 1000,
+        **layout,
+    }
+    with running_server(tmp_path, {"deepinfer": arguments}) as server:
+        yield server, num_processes
+
+
+@pytest.mark.timeout(60 + 90 * NUM_KILLS)
+def test_every_request_has_one_end_and_all_are_back(server_and_size: tuple[TritonServer, int], model: Path) -> None:
+    server, num_processes = server_and_size
+    expected = TransformersOracle(model).greedy(byte_tokenizer()(PROMPT)["input_ids"], 100, ignore_eos=True)
+    chance = random.Random(7)
+    for _ in range(NUM_KILLS):
+        wait_until(lambda: len(rank_process_ids(server)) == num_processes, SERVES_AGAIN_LIMIT_S, "all ranks are there")
+        wait_until(lambda: known_answer(server) == expected, SERVES_AGAIN_LIMIT_S, "it serves")
+        requests = [
+            GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=LONG) for _ in range(NUM_STREAMS)
+        ]
+        time.sleep(chance.uniform(0, LATEST_KILL_S))
+        os.kill(chance.choice(rank_process_ids(server)), signal.SIGKILL)
+        for request in requests:
+            check_end(request.result())
+    wait_until(lambda: known_answer(server) == expected, SERVES_AGAIN_LIMIT_S, "it serves")
+    wait_until(lambda: all(read_metrics(server)[name] == 0 for name in GAUGES), 5, "nothing is left")
+
+
+def rank_process_ids(server: TritonServer) -> list[int]:
+    """Of engines and of their further ranks."""
+    names = (b"deepinfer_backend.engine", b"deepinfer_backend.worker")
+    return [pid for pid in server.process_ids() if any(name in command_line(pid) for name in names)]
+
+
+def known_answer(server: TritonServer) -> list[int] | None:
+    responses = GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=KNOWN).result()
+    if responses[-1].error is not None:
+        return None
+    return [token for response in responses for token in response.token_ids]
+
+
+def check_end(responses: list[Response]) -> None:
+    """All of it, or an error: once and last."""
+    if responses[-1].error is not None:
+        assert stream_error(responses).startswith(("INTERNAL: ", "UNAVAILABLE: "))
+    else:
+        assert sum(len(response.token_ids) for response in responses) == LONG["max_tokens"]
+        assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
