@@ -34,7 +34,7 @@ Results = list[str] | list[list[str]] | list[str | list[str]] | list[list[Reques
 
 
 class LLM:
-    """A language model in this process; with data_parallel_size over 1 in several, which share the prompts.
+    """A language model in this process; with data_parallel_size or tensor_parallel_size over 1 in others.
 
     model: a folder in Hugging Face format, a hub id or a .gguf file; none is the bundled model.
     decode_sequence: whether `generate` returns texts, or lists of RequestOutput. engine_args: fields of EngineConfig.
@@ -69,7 +69,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine in this process; with data_parallel_size over 1 there is none."""
+        """The engine, if it is in this process."""
         assert isinstance(self._client, InprocEngineClient), "the engines are in processes of their own"
         return self._client.engine
 

@@ -90,7 +90,7 @@ class Responder:
         observe_tokens: TokenObserver,
         max_queue_size: int,
     ) -> None:
-        """`forget_request`: told the id of every request that has ended. `observers`: each is told more of it."""
+        """`forget_request`, `observers`: told of every request when it has ended, the former its id alone."""
         self._output_processor = output_processor
         self._abort_requests = abort_requests
         self._abort_sequences = abort_sequences
