@@ -1,23 +1,18 @@
-// How likely the next draft is right, and how many are worth a step's time.
+// How likely the next draft of a sequence is right, and how many are worth a step's time.
 #pragma once
 
 #include <cstdint>
 
 namespace deepinfer {
 
-// The exponential average of what became of the drafts of one sequence, or of all.
+// The exponential average of what became of a sequence's drafts.
 class AcceptanceRate {
  public:
-  static constexpr double kOfSequence = 0.125;  // the weight of one draft
-  static constexpr double kOfAll = 1.0 / 64;
-
-  explicit AcceptanceRate(double weight, double initial_rate = kUnknownRate) : weight_(weight), rate_(initial_rate) {}
-
   // Takes a draft that came after right ones alone. One that a step was to verify and that was not there counts as a
   // wrong one: steps are launched before it is known whether there are any.
-  void take(bool is_right) { rate_ += weight_ * ((is_right ? 1.0 : 0.0) - rate_); }
-  // After a step that tells nothing: what was known is forgotten, slowly, so that drafts are tried again.
-  void take_nothing() { rate_ += kForgottenShare * (kUnknownRate - rate_); }
+  void take(bool is_right) { rate_ += kWeight * ((is_right ? 1.0 : 0.0) - rate_); }
+  // Of a step that had no drafts: what was known is forgotten, slowly, so that they are tried again.
+  void take_nothing() { rate_ += kForgottenShare * (kInitialRate - rate_); }
 
   [[nodiscard]] double rate() const { return rate_; }
 
@@ -33,11 +28,11 @@ class AcceptanceRate {
   }
 
  private:
-  static constexpr double kUnknownRate = 0.5;
+  static constexpr double kInitialRate = 0.5;
+  static constexpr double kWeight = 0.125;
   static constexpr double kForgottenShare = 1.0 / 1024;
 
-  double weight_;
-  double rate_;
+  double rate_ = kInitialRate;
 };
 
 }  // namespace deepinfer

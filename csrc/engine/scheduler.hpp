@@ -251,8 +251,6 @@ class Scheduler {
   bool last_step_was_prefill_ = false;
   int64_t num_decodes_since_attempt_ = 0;
 
-  AcceptanceRate typical_acceptance_{AcceptanceRate::kOfAll};  // what a new sequence begins with
-
   int64_t num_preemptions_ = 0;
   int64_t num_cached_tokens_ = 0;
   int64_t num_drafts_ = 0;

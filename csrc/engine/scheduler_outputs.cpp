@@ -65,7 +65,6 @@ void Scheduler::process_outputs(ScheduledBatch& batch, const StepTokens& tokens,
   check_logprobs(batch, logprobs);
   if (batch.is_empty()) return;
   take_front(batch);
-  if (!batch.is_prefill) typical_acceptance_.take_nothing();
   size_t sampled_index = 0;
   int32_t first_logits_row = 0;
   LogprobsReader logprobs_reader(logprobs);
@@ -208,7 +207,6 @@ void Scheduler::judge_drafts(Sequence& sequence, const ScheduledBatch::Row& row,
   for (size_t i = 0; i < num_tokens && (i < num_awaited || !is_none(drafts[i])); ++i) {
     const bool is_right = drafts[i] == sampled.token_ids[i];
     sequence.acceptance_rate.take(is_right);
-    typical_acceptance_.take(is_right);
     if (!is_right) break;
   }
 }

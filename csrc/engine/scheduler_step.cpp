@@ -139,7 +139,6 @@ bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
     sequence.num_cached_tokens = sequence.num_computed_tokens;
     batch.num_cached_tokens += sequence.num_computed_tokens;
     num_cached_tokens_ += sequence.num_computed_tokens;
-    sequence.acceptance_rate = AcceptanceRate(AcceptanceRate::kOfSequence, typical_acceptance_.rate());
   }
   add_chunk(sequence, batch);
   return true;

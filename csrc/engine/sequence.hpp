@@ -88,7 +88,7 @@ struct Sequence {
   BlockTable block_table;
 
   std::vector<int32_t> drafts;  // what its last processed step proposed for the tokens after its own, -1 behind them
-  AcceptanceRate acceptance_rate{AcceptanceRate::kOfSequence};
+  AcceptanceRate acceptance_rate;
   int64_t num_draft_tokens = 0;           // proposed to the model, and
   int64_t num_accepted_draft_tokens = 0;  // became outputs
 

@@ -51,7 +51,7 @@ class ModelMetrics:
         self._lock = threading.Lock()  # guards _engines: each rank has a thread
         self._engines: dict[int, _EngineTotals] = {}  # by rank; replaced as a whole
         self._published_values: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._published_engines: dict[int, _EngineTotals] = {}
+        self._published_engines = self._engines
         self._requests: deque[RequestSummary] = deque(maxlen=_MAX_KEPT_REQUESTS)
         self._token_gaps = TokenGaps(MAX_TOKEN_GAPS)
         self._values: deque[tuple[MetricFamily, float]] = deque(maxlen=_MAX_KEPT_VALUES)  # not told yet

@@ -107,7 +107,7 @@ class Line:
     output_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by output index, if a step told them
     prompt_positions: set[int] = field(default_factory=set)  # those that a step gave logits for
     has_drafts: bool = False  # on the device, in the slot that it has now
-    acceptance_rate: float | None = None  # unknown before its first admission
+    acceptance_rate: float = 0.5
     num_proposed: int = 0  # at most, by the last step that sampled for it
     num_tokens_behind: int = 0  # its last ones that the drafter has not computed, at most
     proposed: list[int] = field(default_factory=list)  # drafts for what comes next, as the host knows them
@@ -165,29 +165,22 @@ class Line:
         """How many are worth verifying."""
         if threshold == 0:
             return max_num_drafts
-        assert self.acceptance_rate is not None
         probabilities = itertools.accumulate([self.acceptance_rate] * max_num_drafts, operator.mul)
         return sum(probability > threshold for probability in probabilities)
 
-    def compare(self, tokens: list[int], num_awaited: int) -> list[bool]:
+    def compare(self, tokens: list[int], num_awaited: int, weight: float = 0.125) -> None:
         """Learns from what was proposed for `tokens`: as long as it was right, and the first that was not.
 
         num_awaited: how many of them the step was to verify. Others that are not there say nothing.
-
-        Returns which of those compared were right.
         """
-        assert self.acceptance_rate is not None
         if self.proposed and not num_awaited and self.proposed[0] == NO_TOKEN:
             self.acceptance_rate += (0.5 - self.acceptance_rate) / 1024
-        compared = []
         for index, (draft, token) in enumerate(zip(self.proposed, tokens, strict=False)):
             if draft == NO_TOKEN and index >= num_awaited:
                 break
-            compared.append(draft == token)
-            self.acceptance_rate += (compared[-1] - self.acceptance_rate) / 8
+            self.acceptance_rate += weight * ((draft == token) - self.acceptance_rate)
             if draft != token:
                 break
-        return compared
 
     def end_tokens(self) -> set[int]:
         return set(self.stop_token_ids) | (set() if self.ignore_eos else {EOS})

@@ -65,7 +65,6 @@ class SchedulerDriver:
         self.max_seq_len = min(self.limits["max_model_len"], self.limits["num_blocks"] * self.limits["block_size"])
         self.freed_seq_ids: set[int] = set()
         self.num_accepted_by_position = [0] * self.limits["num_speculative_tokens"]
-        self.typical_acceptance_rate = 0.5
         self._device = FakeDevice(self.limits, self.max_seq_len)
 
     # ---- requests ----
@@ -138,10 +137,6 @@ class SchedulerDriver:
         self._take_freed()
         launched = None
         if not batch.is_empty():
-            for row in metadata:
-                line = self.lines[row.seq_id]
-                if line.acceptance_rate is None:
-                    line.acceptance_rate = self.typical_acceptance_rate
             num_outputs = {row.seq_id: row.output_index for row in metadata}
             launched = self._device.launch(batch, metadata, self.lines, self.inflight, fails)
             self._check_num_drafts(launched, num_outputs, draft_threshold)
@@ -167,8 +162,6 @@ class SchedulerDriver:
             logprobs = self._logprobs(launched)
             self.scheduler.process_outputs(launched.batch, token_ids, num_tokens, drafts=drafts, logprobs=logprobs)
             self._expect_forks([sampled.seq_id for sampled in live])
-            if not launched.batch.is_prefill:
-                self.typical_acceptance_rate += (0.5 - self.typical_acceptance_rate) / 1024
             for sampled in live:
                 self._learn(sampled)
             self.scheduler.check_invariants()
@@ -254,8 +247,7 @@ class SchedulerDriver:
         is_proposed = [draft != NO_TOKEN for draft in sampled.verified]
         line.num_draft_tokens += sum(is_proposed)
         line.num_rows_with_drafts += any(is_proposed)
-        for is_right in line.compare(sampled.tokens, len(sampled.verified)):
-            self.typical_acceptance_rate += (is_right - self.typical_acceptance_rate) / 64
+        line.compare(sampled.tokens, len(sampled.verified))
         line.proposed = sampled.proposed
 
     def _check_counts(self) -> None:

@@ -331,16 +331,6 @@ def test_number_of_drafts_follows_what_became_of_those_before() -> None:
     assert script.step([5], [], 1.0) == 0
 
 
-def test_new_sequence_begins_with_what_became_of_the_drafts_of_others() -> None:
-    driver = draft_driver(zero_overhead_scheduling=False)
-    driver.add("always wrong", PROMPT, 30, ignore_eos=True, draft_quality=0)
-    driver.drain()
-    driver.add("new", PROMPT, 5, ignore_eos=True)
-    driver.step()
-    assert driver.scheduler.acceptance_rates == pytest.approx([0.5 * (1 - 1 / 64) ** 29], abs=0.01)
-    driver.drain()
-
-
 def test_draft_that_is_missing_counts_as_wrong_but_not_as_a_draft() -> None:
     script = Script(3)
     script.step([1], [])
