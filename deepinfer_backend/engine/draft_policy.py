@@ -16,7 +16,7 @@ _MAX_AGE = 500  # decode steps
 _TRIED = 0.2  # so likely drafts are verified to see what they cost
 _WEIGHT = 0.125  # of one step among those of its size
 _MOST_LONGER = 1.5  # times the average
-_LEAST_GAIN = 1.1  # for which drafts are verified: rates and costs are guesses, and the likeliest is mostly too good
+_OPTIMISM = 0.1  # by how much the likeliest drafts of many sequences are thought to bring too much
 
 
 class DraftPolicy:
@@ -52,7 +52,7 @@ class DraftPolicy:
         likeliest = np.sort(np.cumprod(columns, axis=1), axis=None)[::-1]
         outputs = num_seqs + np.concatenate([[0.0], np.cumsum(likeliest)])
         speeds = outputs / self._seconds(known, num_seqs + np.arange(len(outputs)))
-        speeds[0] *= _LEAST_GAIN
+        speeds[0] *= 1 + _OPTIMISM * (1 - 1 / num_seqs)  # among those of one there was no choice
         num_drafts = int(np.argmax(speeds))
         return float(np.nextafter(likeliest[num_drafts - 1], 0.0)) if num_drafts else NO_DRAFTS
 
