@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -73,18 +73,15 @@ class ParallelEngineClient:
         self._clients[rank].add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        ids_of: defaultdict[int, list[str]] = defaultdict(list)
+        ids_of = self._router.by_rank(request_ids, str)
         for request_id in request_ids:
-            for rank in self._ranks_of(request_id):
-                ids_of[rank].append(request_id)
             self._router.release(request_id)
         for rank, ids in ids_of.items():
             self._clients[rank].abort_requests(ids)
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
-        for sequence in sequences:
-            for rank in self._ranks_of(sequence[0]):
-                self._clients[rank].abort_sequences([sequence])
+        for rank, each in self._router.by_rank(sequences, itemgetter(0)).items():
+            self._clients[rank].abort_sequences(each)
 
     def forget_request(self, request_id: str) -> None:
         self._router.release(request_id)
@@ -113,11 +110,6 @@ class ParallelEngineClient:
         with ThreadPoolExecutor(len(self._clients) or 1) as pool:
             list(pool.map(ChildEngineClient.close, self._clients))
         self._folder.cleanup()
-
-    def _ranks_of(self, request_id: str) -> list[int]:
-        """One that no rank is known to have may just have ended."""
-        rank = self._router.rank_of(request_id)
-        return list(range(len(self._clients))) if rank is None else [rank]
 
     def _read(self, rank: int) -> None:
         while not self._stopping.is_set():

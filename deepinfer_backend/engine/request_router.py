@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from deepinfer_backend.engine.messages import EngineRequest
+
+T = TypeVar("T")
 
 _CHUNK_TOKENS = 64
 _MAX_KNOWN_CHUNKS = 65_536
@@ -52,6 +55,18 @@ class RequestRouter:
             while len(self._ranks_with) > _MAX_KNOWN_CHUNKS:
                 self._ranks_with.popitem(last=False)
         return rank
+
+    def by_rank(self, items: Iterable[T], request_id_of: Callable[[T], str]) -> dict[int, list[T]]:
+        """What each rank is to be told of what concerns its requests.
+
+        Of a request that no rank is known to have all are told: it may just have ended, or be on its way.
+        """
+        items_of: defaultdict[int, list[T]] = defaultdict(list)
+        for item in items:
+            rank = self.rank_of(request_id_of(item))
+            for each in range(len(self._work)) if rank is None else [rank]:
+                items_of[each].append(item)
+        return items_of
 
     def rank_of(self, request_id: str) -> int | None:
         """None if it is not assigned."""

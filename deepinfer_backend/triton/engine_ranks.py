@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 
 from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
 from deepinfer_backend.engine.messages import EngineRequest
@@ -92,22 +92,15 @@ class EngineRanks:
             self._supervisors[rank].forget_request(request_id)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """What no rank is known to have is ended in all: it may just have ended, or be on its way."""
-        ids_of: defaultdict[int, list[str]] = defaultdict(list)
+        ids_of = self._router.by_rank(request_ids, str)
         for request_id in request_ids:
-            for rank in self._ranks_of(request_id):
-                ids_of[rank].append(request_id)
             self._router.release(request_id)
         for rank, ids in ids_of.items():
             self._supervisors[rank].abort_requests(ids)
 
     def abort_sequences(self, sequences: list[tuple[str, int]]) -> None:
         """(request id, sequence index) of each; the rest of their requests goes on."""
-        sequences_of: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-        for sequence in sequences:
-            for rank in self._ranks_of(sequence[0]):
-                sequences_of[rank].append(sequence)
-        for rank, each in sequences_of.items():
+        for rank, each in self._router.by_rank(sequences, itemgetter(0)).items():
             self._supervisors[rank].abort_sequences(each)
 
     def _start_rank(self, rank: int) -> EngineSupervisor:
@@ -134,10 +127,6 @@ class EngineRanks:
 
     def _available(self) -> list[int]:
         return [rank for rank, supervisor in enumerate(self._supervisors) if supervisor.is_available()]
-
-    def _ranks_of(self, request_id: str) -> list[int]:
-        rank = self._router.rank_of(request_id)
-        return list(range(len(self._supervisors))) if rank is None else [rank]
 
     def _answer_for(self, rank: int, error: DeepInferError) -> None:
         self._on_death(rank, self._router.release_rank(rank), error)

@@ -152,8 +152,7 @@ def test_what_is_not_shared_among_ranks_is_refused(field: str, value: Any) -> No
 def test_a_rank_that_dies_takes_its_engine_with_it(random_model: Callable[[str], ModelAndCases]) -> None:
     path, _, _ = random_model("llama")
     with on_ranks(path, 2) as llm:
-        (leader,) = llm._client.process_ids  # type: ignore[attr-defined]
-        (follower,) = children_of(leader)
+        leader, follower = process_ids(llm)
         os.kill(follower, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             llm.generate(
@@ -167,7 +166,13 @@ def test_a_rank_that_dies_takes_its_engine_with_it(random_model: Callable[[str],
 def test_a_leader_that_dies_takes_its_ranks_with_it(random_model: Callable[[str], ModelAndCases]) -> None:
     path, _, _ = random_model("llama")
     with on_ranks(path, 2) as llm:
-        (leader,) = llm._client.process_ids  # type: ignore[attr-defined]
-        (follower,) = children_of(leader)
+        leader, follower = process_ids(llm)
         os.kill(leader, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{follower}").exists(), 10, "the other rank has ended")
+
+
+def process_ids(llm: LLM) -> tuple[int, int]:
+    """Of the leader and the other rank."""
+    (leader,) = llm._client.process_ids  # type: ignore[attr-defined]
+    (follower,) = children_of(leader)
+    return leader, follower
