@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 
 from deepinfer_backend import LLM, SamplingParams
 from deepinfer_backend.models.loader import resolve_model
-from tests.support.models import FAMILIES, VOCAB_SIZE, make_random_model
+from tests.support.models import FAMILIES, VOCAB_SIZE
 from tests.support.oracle import TransformersOracle
 
 Case = tuple[list[int], int]  # prompt, most new tokens
+ModelAndCases = tuple[Path, list[Case], list[list[int]]]
 
 BATCHING: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -60,27 +60,11 @@ def random_cases(num_cases: int, max_prompt_len: int, max_new_tokens: int, seed:
     return cases
 
 
-@pytest.fixture(scope="module")
-def random_model(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Path, list[Case], list[list[int]]]]:
-    """family → (folder, cases, transformers' answers), made once each."""
-
-    @cache
-    def make(family: str) -> tuple[Path, list[Case], list[list[int]]]:
-        path = make_random_model(family, tmp_path_factory.mktemp("models"))
-        oracle = TransformersOracle(path)
-        cases = random_cases(24, 400, 48, seed=3)
-        return path, cases, [oracle.greedy(prompt, limit) for prompt, limit in cases]
-
-    return make
-
-
 @pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_random_models_equal_transformers(
-    random_model: Callable[[str], tuple[Path, list[Case], list[list[int]]]],
+    random_model: Callable[[str], ModelAndCases],
     family: str,
     batching: str,
     zero_overhead_scheduling: bool,

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,10 @@ import pytest
 from deepinfer_backend import LLM, SamplingParams
 from deepinfer_backend.errors import ConfigError, EngineDeadError, EngineError
 from deepinfer_backend.outputs import Logprobs
-from tests.engine.test_same_tokens import Case, blocks_for_the_longest, random_cases
-from tests.support.models import make_random_model, make_similar_model
-from tests.support.oracle import TransformersOracle
+from tests.engine.test_same_tokens import Case, ModelAndCases, blocks_for_the_longest
+from tests.support.models import make_similar_model
 from tests.support.processes import children_of
 from tests.support.triton_server import wait_until
-
-ModelAndCases = tuple[Path, list[Case], list[list[int]]]
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelAndCases]:
-    """family → (folder, cases, transformers' answers), made once each."""
-
-    @cache
-    def make(family: str) -> ModelAndCases:
-        path = make_random_model(family, tmp_path_factory.mktemp("models"))
-        cases, oracle = random_cases(24, 400, 48, seed=3), TransformersOracle(path)
-        return path, cases, [oracle.greedy(prompt, limit) for prompt, limit in cases]
-
-    return make
 
 
 @contextmanager
