@@ -50,10 +50,14 @@ _CONFIGS: dict[str, Any] = {
 FAMILIES = sorted(_CONFIGS)
 
 
-def make_random_model(family: str, folder: Path) -> Path:
-    """Writes a random model of the family, in float32 and without a tokenizer, and returns its folder."""
+def make_random_model(family: str, folder: Path, **changes: Any) -> Path:
+    """Writes a random model of the family, in float32 and without a tokenizer, and returns its folder.
+
+    changes: fields of its configuration and their values.
+    """
     torch.manual_seed(0)
     config: AutoConfig = _CONFIGS[family]()
+    config.update(changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = folder / family
     model.save_pretrained(path)

@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_queue_size": MAX_QUEUE_SIZE,
 }
 ENDLESS: dict[str, Any] = {"max_tokens": 60_000, "ignore_eos": True, "temperature": 0}
+INTERMEDIATE_SIZE = 98_304
 NUM_STREAMS = 8
 NUM_UNREAD_TOKENS = 1_000
 MIN_PACE = 0.5  # of the usual, on a machine with other work
@@ -53,7 +54,8 @@ EXIT_LIMIT_S = 15.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_long_text_model(tmp_path_factory.mktemp("model"))
+    """Steps of some 10 ms: these clients share two cores with the server, and must be able to follow it."""
+    return make_long_text_model(tmp_path_factory.mktemp("model"), intermediate_size=INTERMEDIATE_SIZE)
 
 
 @pytest.fixture(scope="module")
