@@ -66,7 +66,8 @@ class SchedulerConfig:
     how many positions behind a step's own there are blocks, where a drafter with a model proposes; 0 is a drafter
     without one. max_tokens_behind: last tokens of a sequence that such a drafter computes at once; further behind, it
     proposes nothing for it any more. max_num_extra_logits: the most rows of logits that a step has beyond one for each
-    sequence: those of prompt tokens, or of drafts.
+    sequence: those of prompt tokens, or of drafts. is_prompt_engine: it only prefills; a sequence stays prompted, with
+    its first token, until it is aborted.
 
     Raises:
         ValueError: a limit is out of its range, or the cache holds fewer than 2 tokens.
@@ -89,7 +90,32 @@ class SchedulerConfig:
         prefill_attempt_interval: int = 1,
         priority_aging_s: float = 0.0,  # seconds that one level of priority is worth; 0: strict
         hash_seed: int = 0,
+        is_prompt_engine: bool = False,
     ) -> None: ...
+
+@final
+class PromptedSequence:
+    """What an engine that only prefills made of a sequence: its first output token, and what its outputs tell of it.
+
+    source: which engine, to be told again by `AwaitedBlocks`.
+    """
+
+    def __init__(
+        self, *, first_token_id: int, source: int = 0, num_cached_tokens: int = 0, first_scheduled_time_ns: int = 0
+    ) -> None: ...
+
+@final
+class AwaitedBlocks:
+    """Blocks whose content comes from another engine: `blocks`, int32, of a sequence's prompt from number `first_block`
+    on.
+    """
+
+    seq_id: int
+    request_id: str
+    client_index: int
+    source: int
+    first_block: int
+    blocks: NDArray[np.int32]
 
 @final
 class StepArrays:
@@ -309,6 +335,37 @@ class Scheduler:
         Raises:
             ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use.
         """
+    def add_prompted_seq(
+        self,
+        request_id: str,
+        prompt_token_ids: NDArray[np.int32],
+        prompted: PromptedSequence,
+        options: SamplingOptions,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        client_index: int = 0,
+    ) -> int:
+        """The same for a request whose prompt another engine has computed: its outputs are those after that token.
+
+        When it is admitted it is among what `take_awaited` returns; no step computes it before `blocks_arrived`.
+
+        Raises:
+            ValueError: as add_seq; or it has several sequences, or ends with its first token.
+        """
+    def take_awaited(self) -> list[AwaitedBlocks]:
+        """Of the sequences admitted since the last call."""
+    def awaits_blocks(self, seq_id: int) -> bool:
+        """Whether it still holds the blocks that it was given to await their content."""
+    def blocks_arrived(self, seq_id: int, num_blocks: int) -> None:
+        """The content of the prompt's first blocks, that many, is there; the others are computed here.
+
+        Raises:
+            LookupError: no such sequence.
+            ValueError: it awaits none, or the number is not one of its prompt's.
+        """
+    def prompted_blocks(self, request_id: str) -> NDArray[np.int32]:
+        """The blocks of the prompt of a request's sequence that is prompted, in order; none if there is no such one."""
     def fork_seq(self, seq_id: int, *, seed: int) -> int:
         """A copy of a prompted, running or held sequence that shares its blocks until one of them writes.
 

@@ -58,6 +58,13 @@ class EngineConfig(BaseModel):
         description="Processes that compute each engine's model together, each with a share of its heads; on cuda each "
         "has a device of its own.",
     )
+    num_prompt_engines: int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="Of the data-parallel engines, those that only prefill: the others decode what these hand over, as "
+        "KV blocks. 0: every engine does both.",
+    )
     data_parallel_lockstep: bool = Field(
         False,
         description="Let the data-parallel engines make the same number of steps, as one group: when one of them dies, "
@@ -184,6 +191,22 @@ class EngineConfig(BaseModel):
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("must begin with http:// or https://")
         return value
+
+    @model_validator(mode="after")
+    def _check_prompt_engines(self) -> EngineConfig:
+        if not self.num_prompt_engines:
+            return self
+        if self.num_prompt_engines >= self.data_parallel_size:
+            raise ValueError(
+                f"num_prompt_engines is {self.num_prompt_engines}: must be below data_parallel_size, "
+                f"{self.data_parallel_size}"
+            )
+        if self.data_parallel_lockstep or self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"num_prompt_engines is {self.num_prompt_engines}: must be 0 with data_parallel_lockstep or "
+                "tensor_parallel_size over 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_shared_model(self) -> EngineConfig:

@@ -52,7 +52,7 @@ void bind_options(py::module_& m) {
                        int64_t max_model_len, int64_t max_num_extra_logits, int32_t num_speculative_tokens,
                        int32_t num_lookahead_tokens, int64_t max_tokens_behind, bool enable_prefix_caching,
                        int64_t max_consecutive_prefills, int64_t prefill_attempt_interval, double priority_aging_s,
-                       uint64_t hash_seed) {
+                       uint64_t hash_seed, bool is_prompt_engine) {
              SchedulerConfig config{num_blocks,
                                     block_size,
                                     max_num_seqs,
@@ -66,7 +66,8 @@ void bind_options(py::module_& m) {
                                     max_consecutive_prefills,
                                     prefill_attempt_interval,
                                     priority_aging_s,
-                                    hash_seed};
+                                    hash_seed,
+                                    is_prompt_engine};
              config.validate();
              return config;
            }),
@@ -78,7 +79,16 @@ void bind_options(py::module_& m) {
            "enable_prefix_caching"_a = SchedulerConfig().enable_prefix_caching,
            "max_consecutive_prefills"_a = SchedulerConfig().max_consecutive_prefills,
            "prefill_attempt_interval"_a = SchedulerConfig().prefill_attempt_interval,
-           "priority_aging_s"_a = SchedulerConfig().priority_aging_s, "hash_seed"_a = SchedulerConfig().hash_seed);
+           "priority_aging_s"_a = SchedulerConfig().priority_aging_s, "hash_seed"_a = SchedulerConfig().hash_seed,
+           "is_prompt_engine"_a = SchedulerConfig().is_prompt_engine);
+
+  py::class_<PromptedSequence>(m, "PromptedSequence", py::is_final(), "What an engine that only prefills made of one.")
+      .def(py::init(
+               [](int32_t first_token_id, int32_t source, int64_t num_cached_tokens, int64_t first_scheduled_time_ns) {
+                 return PromptedSequence{first_token_id, source, num_cached_tokens, first_scheduled_time_ns};
+               }),
+           py::kw_only(), "first_token_id"_a, "source"_a = 0, "num_cached_tokens"_a = 0,
+           "first_scheduled_time_ns"_a = 0);
 }
 
 }  // namespace deepinfer

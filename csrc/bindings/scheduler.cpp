@@ -2,11 +2,17 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.hpp"
 
 namespace deepinfer {
 namespace {
+
+std::vector<int32_t> to_vector(const TokenIds& prompt_token_ids) {
+  if (prompt_token_ids.ndim() != 1) throw py::value_error("prompt_token_ids: must have one dimension");
+  return {prompt_token_ids.data(), prompt_token_ids.data() + prompt_token_ids.size()};
+}
 
 StepTokens step_tokens(const Scheduler& scheduler, const TokenIds& token_ids, const TokenIds& num_tokens,
                        const std::optional<TokenIds>& drafts) {
@@ -39,6 +45,14 @@ void bind_scheduler(py::module_& m) {
     };
   };
 
+  py::class_<AwaitedBlocks>(m, "AwaitedBlocks", py::is_final(), "Blocks whose content comes from another engine.")
+      .def_readonly("seq_id", &AwaitedBlocks::seq_id)
+      .def_readonly("request_id", &AwaitedBlocks::request_id)
+      .def_readonly("client_index", &AwaitedBlocks::client_index)
+      .def_readonly("source", &AwaitedBlocks::source)
+      .def_readonly("first_block", &AwaitedBlocks::first_block)
+      .def_property_readonly("blocks", [](const AwaitedBlocks& self) { return to_array(self.blocks); });
+
   py::class_<Scheduler>(m, "Scheduler", py::is_final(),
                         "Queues waiting, prompted and running; who computes what next; who owns which block.")
       .def(py::init<const SchedulerConfig&>(), "config"_a)
@@ -46,13 +60,29 @@ void bind_scheduler(py::module_& m) {
           "add_seq",
           [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,
              const SamplingOptions& options, int64_t priority, const std::string& cache_salt, int32_t client_index) {
-            if (prompt_token_ids.ndim() != 1) throw py::value_error("prompt_token_ids: must have one dimension");
-            const int32_t* begin = prompt_token_ids.data();
-            return self.add_seq(request_id, std::vector<int32_t>(begin, begin + prompt_token_ids.size()), options,
-                                priority, cache_salt, client_index);
+            return self.add_seq(request_id, to_vector(prompt_token_ids), options, priority, cache_salt, client_index);
           },
           "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "",
           "client_index"_a = 0)
+      .def(
+          "add_prompted_seq",
+          [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,
+             const PromptedSequence& prompted, const SamplingOptions& options, int64_t priority,
+             const std::string& cache_salt, int32_t client_index) {
+            return self.add_prompted_seq(request_id, to_vector(prompt_token_ids), prompted, options, priority,
+                                         cache_salt, client_index);
+          },
+          "request_id"_a, "prompt_token_ids"_a, "prompted"_a, "options"_a, py::kw_only(), "priority"_a = 0,
+          "cache_salt"_a = "", "client_index"_a = 0)
+      .def("take_awaited", &Scheduler::take_awaited)
+      .def("awaits_blocks", &Scheduler::awaits_blocks, "seq_id"_a)
+      .def("blocks_arrived", &Scheduler::blocks_arrived, "seq_id"_a, "num_blocks"_a)
+      .def(
+          "prompted_blocks",
+          [](const Scheduler& self, const std::string& request_id) {
+            return to_array(self.prompted_blocks(request_id));
+          },
+          "request_id"_a)
       .def("fork_seq", &Scheduler::fork_seq, "seq_id"_a, py::kw_only(), "seed"_a)
       .def("append_token", &Scheduler::append_token, "seq_id"_a, "token_id"_a)
       .def("is_held", &Scheduler::is_held, "seq_id"_a)

@@ -63,6 +63,29 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
                            const SamplingOptions& options, int64_t priority, const std::string& cache_salt,
                            int32_t client_index) {
+  return enqueue(make_sequence(request_id, std::move(prompt_token_ids), options, priority, cache_salt, client_index));
+}
+
+int64_t Scheduler::add_prompted_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
+                                    const PromptedSequence& prompted, const SamplingOptions& options, int64_t priority,
+                                    const std::string& cache_salt, int32_t client_index) {
+  if (options.n > 1 || options.is_beam) refuse("n: a request whose prompt is computed elsewhere has one sequence");
+  if (prompted.first_token_id < 0) {
+    refuse("first_token_id: must be 0 or more, got " + std::to_string(prompted.first_token_id));
+  }
+  auto sequence = make_sequence(request_id, std::move(prompt_token_ids), options, priority, cache_salt, client_index);
+  sequence->append_token(prompted.first_token_id, max_seq_len_);
+  if (sequence->is_finished()) refuse("first_token_id: the sequence ends with it, here");
+  sequence->num_cached_tokens = prompted.num_cached_tokens;
+  sequence->first_scheduled_time_ns = prompted.first_scheduled_time_ns;
+  sequence->awaits_blocks = true;
+  sequence->block_source = prompted.source;
+  return enqueue(std::move(sequence));
+}
+
+std::unique_ptr<Sequence> Scheduler::make_sequence(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
+                                                   const SamplingOptions& options, int64_t priority,
+                                                   const std::string& cache_salt, int32_t client_index) const {
   if (prompt_token_ids.empty()) refuse("prompt_token_ids: the prompt is empty");
   const auto num_prompt_tokens = static_cast<int64_t>(prompt_token_ids.size());
   if (num_prompt_tokens > max_seq_len_ - 1) {
@@ -74,19 +97,22 @@ int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> p
   if (requests_.count(request_id) > 0) refuse("request_id: '" + request_id + "' is that of an unfinished request");
 
   auto sequence = std::make_unique<Sequence>();
-  sequence->seq_id = next_seq_id_++;
   sequence->request_id = request_id;
   sequence->options = options;
   sequence->cache_salt = cache_salt;
   sequence->client_index = client_index;
   sequence->service_rank = service_rank(priority);
-  sequence->arrival = next_arrival_++;
   sequence->tokens = std::move(prompt_token_ids);
   sequence->num_prompt_tokens = num_prompt_tokens;
   sequence->num_forks_due = options.n - 1;
-  const int64_t seq_id = sequence->seq_id;
-  Request& request = requests_[request_id];
-  request.client_index = client_index;
+  return sequence;
+}
+
+int64_t Scheduler::enqueue(std::unique_ptr<Sequence> sequence) {
+  const int64_t seq_id = sequence->seq_id = next_seq_id_++;
+  sequence->arrival = next_arrival_++;
+  Request& request = requests_[sequence->request_id];
+  request.client_index = sequence->client_index;
   request.live_seq_ids.push_back(seq_id);
   waiting_.insert(sequence.get());
   sequences_.emplace(seq_id, std::move(sequence));
@@ -103,12 +129,47 @@ double Scheduler::service_rank(int64_t priority) const {
   return static_cast<double>(now_ns()) / kNsPerSecond + static_cast<double>(priority) * config_.priority_aging_s;
 }
 
-int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
+Sequence& Scheduler::unfinished(int64_t seq_id) const {
   const auto found = sequences_.find(seq_id);
   if (found == sequences_.end() || found->second->is_finished()) {
     throw NotFound("seq_id: there is no unfinished sequence " + std::to_string(seq_id));
   }
-  const Sequence& parent = *found->second;
+  return *found->second;
+}
+
+bool Scheduler::awaits_blocks(int64_t seq_id) const {
+  const auto found = sequences_.find(seq_id);
+  return found != sequences_.end() && !found->second->is_finished() && found->second->awaits_blocks &&
+         !found->second->block_table.blocks.empty();
+}
+
+void Scheduler::blocks_arrived(int64_t seq_id, int64_t num_blocks) {
+  Sequence& sequence = unfinished(seq_id);
+  if (!awaits_blocks(seq_id)) refuse("seq_id: sequence " + std::to_string(seq_id) + " awaits no blocks");
+  const int64_t num_prompt_blocks = blocks_.num_blocks_for(sequence.num_prompt_tokens);
+  check_range("num_blocks", num_blocks, sequence.num_computed_tokens / blocks_.block_size(), num_prompt_blocks);
+  sequence.awaits_blocks = false;
+  sequence.num_computed_tokens = std::min(num_blocks * blocks_.block_size(), sequence.num_prompt_tokens);
+  // A drafter of the other engine may not have computed the last one.
+  sequence.num_tokens_behind = 1;
+  blocks_.cache_computed(sequence.block_table, sequence.tokens, sequence.cache_salt, sequence.num_computed_tokens);
+  if (num_blocks == num_prompt_blocks) {
+    move(sequence, prefilling_, prompted_);
+    sequence.status = SequenceStatus::kPrompted;
+  }
+}
+
+std::vector<int32_t> Scheduler::prompted_blocks(const std::string& request_id) const {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end()) return {};
+  const Sequence& sequence = *sequences_.at(found->second.live_seq_ids.front());
+  if (sequence.status != SequenceStatus::kPrompted || sequence.num_inflight_steps > 0) return {};
+  const std::vector<int32_t>& blocks = sequence.block_table.blocks;
+  return {blocks.begin(), blocks.begin() + blocks_.num_blocks_for(sequence.num_prompt_tokens)};
+}
+
+int64_t Scheduler::fork_seq(int64_t seq_id, uint64_t seed) {
+  const Sequence& parent = unfinished(seq_id);
   if (parent.status == SequenceStatus::kWaiting && !parent.is_held) {
     refuse("seq_id: sequence " + std::to_string(seq_id) + " has not finished its prefill");
   }
@@ -144,11 +205,7 @@ int64_t Scheduler::add_fork(const Sequence& parent, uint64_t seed) {
 }
 
 void Scheduler::append_token(int64_t seq_id, int32_t token_id) {
-  const auto found = sequences_.find(seq_id);
-  if (found == sequences_.end() || found->second->is_finished()) {
-    throw NotFound("seq_id: there is no unfinished sequence " + std::to_string(seq_id));
-  }
-  Sequence& sequence = *found->second;
+  Sequence& sequence = unfinished(seq_id);
   if (!sequence.is_held) refuse("seq_id: sequence " + std::to_string(seq_id) + " is not held");
   if (token_id < 0) refuse("token_id: must be 0 or more, got " + std::to_string(token_id));
   Queue& queue = queue_of(sequence);

@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine/block_manager.hpp"
@@ -36,6 +37,8 @@ struct SchedulerConfig {
   // strict, and a steady stream of urgent requests keeps the others waiting for ever.
   double priority_aging_s = 0;
   uint64_t hash_seed = 0;  // keys the prefix cache's hashes
+  // It only prefills: a sequence stays PROMPTED, with its first token, until it is aborted.
+  bool is_prompt_engine = false;
 
   // Throws std::invalid_argument with the field, its value and its limit.
   void validate() const;
@@ -64,6 +67,24 @@ struct StepTokens {
   const int32_t* drafts = nullptr;
 };
 
+// What an engine that only prefills, `source`, made of a sequence; times and counts are those of its outputs.
+struct PromptedSequence {
+  int32_t first_token_id = 0;
+  int32_t source = 0;
+  int64_t num_cached_tokens = 0;
+  int64_t first_scheduled_time_ns = 0;
+};
+
+// A sequence that was given blocks whose content comes from outside: those of its prompt from `first_block` on.
+struct AwaitedBlocks {
+  int64_t seq_id;
+  std::string request_id;
+  int32_t client_index;
+  int32_t source;
+  int64_t first_block;
+  std::vector<int32_t> blocks;
+};
+
 // A sequence that came into being while a step was processed.
 struct Fork {
   int64_t parent_id;
@@ -74,7 +95,7 @@ struct Fork {
 //
 // 1. A sequence that is not finished stands in exactly one queue:
 //      waiting     WAITING, holds no blocks (new, or preempted)
-//      prefilling  WAITING, holds the blocks of all its known tokens; between two chunks
+//      prefilling  WAITING, holds the blocks of all its known tokens; between two chunks, or awaiting their content
 //      prompted    PROMPTED
 //      running     RUNNING
 //    A finished one stands in `finished_` until no launched step refers to it; then its blocks are freed and it goes.
@@ -102,6 +123,19 @@ class Scheduler {
   // computed.
   int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
                   int64_t priority, const std::string& cache_salt, int32_t client_index);
+  // A sequence of one request whose prompt another engine has computed. When it is admitted it appears among what
+  // `take_awaited` returns, and no step computes it before `blocks_arrived`.
+  int64_t add_prompted_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
+                           const PromptedSequence& prompted, const SamplingOptions& options, int64_t priority,
+                           const std::string& cache_salt, int32_t client_index);
+  // Those admitted since the last call.
+  [[nodiscard]] std::vector<AwaitedBlocks> take_awaited() { return std::exchange(awaited_, {}); }
+  // Whether the sequence still holds the blocks that were awaited.
+  [[nodiscard]] bool awaits_blocks(int64_t seq_id) const;
+  // The content of its first blocks, that many, is there; whatever else there is of the prompt is computed here.
+  void blocks_arrived(int64_t seq_id, int64_t num_blocks);
+  // Those of the prompt of a request's sequence, which stays PROMPTED; none if there is none.
+  [[nodiscard]] std::vector<int32_t> prompted_blocks(const std::string& request_id) const;
   // A copy that shares the blocks until one of the two writes. When max_num_seqs sequences hold blocks already, it
   // waits without blocks and recomputes, like a preempted one.
   int64_t fork_seq(int64_t seq_id, uint64_t seed);
@@ -182,6 +216,13 @@ class Scheduler {
   [[nodiscard]] double service_rank(int64_t priority) const;
   [[nodiscard]] static int64_t now_ns();
 
+  [[nodiscard]] std::unique_ptr<Sequence> make_sequence(const std::string& request_id,
+                                                        std::vector<int32_t> prompt_token_ids,
+                                                        const SamplingOptions& options, int64_t priority,
+                                                        const std::string& cache_salt, int32_t client_index) const;
+  int64_t enqueue(std::unique_ptr<Sequence> sequence);
+  [[nodiscard]] Sequence& unfinished(int64_t seq_id) const;
+
   // schedule, from top to bottom
   void check_may_schedule() const;
   [[nodiscard]] bool can_decode() const;
@@ -193,6 +234,7 @@ class Scheduler {
   [[nodiscard]] bool fits_in_step(const ScheduledBatch& batch, const Sequence& sequence) const;
   [[nodiscard]] Sequence* waiting_head() const;
   bool admit(Sequence& sequence, ScheduledBatch& batch);
+  void await_blocks(const Sequence& sequence);
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
   [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, int64_t budget, ScheduledBatch& batch);
@@ -240,7 +282,8 @@ class Scheduler {
   std::vector<Sequence*> decoding_;  // of the step that is being scheduled
   std::vector<int32_t> free_slots_;  // of those that were given out before
   int32_t num_slots_ = 0;            // that ever were
-  std::vector<Fork> forks_;          // of tracked sequences, as are the next
+  std::vector<AwaitedBlocks> awaited_;
+  std::vector<Fork> forks_;  // of tracked sequences, as are the next
   std::vector<int64_t> freed_seq_ids_;
   int64_t next_seq_id_ = 0;
   uint64_t next_arrival_ = 0;

@@ -35,7 +35,7 @@ std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<Sequen
     if (could_decode) ++num_consecutive_prefills_;
   } else {
     batch->reset(pool, false, draft_threshold);
-    schedule_decode(*batch);
+    if (!config_.is_prompt_engine) schedule_decode(*batch);
     if (!batch->is_empty()) {
       last_step_was_prefill_ = false;
       num_consecutive_prefills_ = 0;
@@ -58,6 +58,7 @@ void Scheduler::check_may_schedule() const {
 }
 
 bool Scheduler::can_decode() const {
+  if (config_.is_prompt_engine) return false;
   const auto is_open = [this](const Sequence* sequence) { return sequence->can_decode(max_seq_len_); };
   return std::any_of(running_.begin(), running_.end(), is_open) ||
          std::any_of(prompted_.begin(), prompted_.end(), is_open);
@@ -93,7 +94,7 @@ void Scheduler::schedule_prefill(ScheduledBatch& batch) {
       admitting = fits_in_step(batch, *head) && admit(*head, batch);
     } else if (next != nullptr) {
       ++started;
-      if (fits_in_step(batch, *next)) add_chunk(*next, batch);
+      if (!next->awaits_blocks && fits_in_step(batch, *next)) add_chunk(*next, batch);
     } else {
       break;
     }
@@ -140,8 +141,24 @@ bool Scheduler::admit(Sequence& sequence, ScheduledBatch& batch) {
     batch.num_cached_tokens += sequence.num_computed_tokens;
     num_cached_tokens_ += sequence.num_computed_tokens;
   }
-  add_chunk(sequence, batch);
+  if (sequence.awaits_blocks) {
+    await_blocks(sequence);
+  } else {
+    add_chunk(sequence, batch);
+  }
   return true;
+}
+
+void Scheduler::await_blocks(const Sequence& sequence) {
+  const std::vector<int32_t>& blocks = sequence.block_table.blocks;
+  const int64_t first_block = sequence.num_computed_tokens / blocks_.block_size();
+  const int64_t end_block = blocks_.num_blocks_for(sequence.num_prompt_tokens);
+  awaited_.push_back({sequence.seq_id,
+                      sequence.request_id,
+                      sequence.client_index,
+                      sequence.block_source,
+                      first_block,
+                      {blocks.begin() + first_block, blocks.begin() + end_block}});
 }
 
 void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
@@ -189,7 +206,9 @@ bool Scheduler::reserve_for_decode(Sequence& sequence, ScheduledBatch& batch) {
   // Asked anew after each victim: it may have been the one that a block was shared with.
   while (blocks_.num_blocks_to_write(sequence.block_table, begin, end) > blocks_.num_free_blocks()) {
     Sequence* victim = *running_.rbegin();
-    if (!prefilling_.empty() && ServedBefore()(victim, *prefilling_.rbegin())) victim = *prefilling_.rbegin();
+    const auto may_be_preempted = [](const Sequence* each) { return !each->awaits_blocks; };
+    const auto last = std::find_if(prefilling_.rbegin(), prefilling_.rend(), may_be_preempted);
+    if (last != prefilling_.rend() && ServedBefore()(victim, *last)) victim = *last;
     preempt(*victim);
     ++batch.num_preempted;
     if (victim == &sequence) return false;
@@ -267,7 +286,7 @@ void Scheduler::preempt(Sequence& victim) {
 }
 
 bool Scheduler::preempt_held(ScheduledBatch& batch) {
-  if (waiting_head() == nullptr) return false;
+  if (config_.is_prompt_engine || waiting_head() == nullptr) return false;
   // Nothing can decode and nothing is in flight, so all that stand here are held.
   Sequence* victim = nullptr;
   for (const Queue* queue : {&prompted_, &running_}) {

@@ -59,7 +59,8 @@ enum class SequenceStatus : uint8_t {
 // 4. It stays in memory, and unless preempted keeps its blocks, until num_inflight_steps is 0.
 // 5. It owns a slot of the device's state exactly while it is not finished and holds blocks.
 // 6. Once finished it never changes status and gets no more tokens.
-// 7. While it is held no step computes it: its next token comes from outside.
+// 7. While it is held no step computes it: its next token comes from outside. While it awaits blocks neither does one,
+//    and it keeps them: their content comes from outside.
 struct Sequence {
   int64_t seq_id = 0;
   int32_t sequence_index = 0;  // which of its request's sequences
@@ -84,6 +85,8 @@ struct Sequence {
   int64_t num_tokens_behind = 0;    // its last tokens without the drafter's keys and values, at most
   int32_t num_preemptions = 0;
   bool is_held = false;
+  bool awaits_blocks = false;
+  int32_t block_source = 0;        // from whom
   int64_t num_cached_tokens = -1;  // prompt tokens found in the prefix cache; -1 before its first admission
   BlockTable block_table;
 

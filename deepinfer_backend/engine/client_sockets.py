@@ -1,4 +1,4 @@
-"""The engine process's clients: a socket to each, and when one has ended."""
+"""The engine process's clients, or other engines: a socket to each, and when one has ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from deepinfer_backend.engine.messages import FromEngine, encode
+from deepinfer_backend.engine.messages import BlockContents, FetchBlocks, FromEngine, encode
 
 OWNER_INDEX = 0  # the first to be added: the parent, without which the process ends
 
@@ -68,7 +68,10 @@ class ClientSockets:
         client = self._clients.get(client_id)
         return None if client is None else client.index
 
-    def send(self, client_index: int, message: FromEngine) -> None:
+    def __contains__(self, client_index: int) -> bool:
+        return client_index in self._by_index
+
+    def send(self, client_index: int, message: FromEngine | FetchBlocks | BlockContents) -> None:
         client = self._by_index.get(client_index)
         if client is not None:
             client.socket.send(encode(message))

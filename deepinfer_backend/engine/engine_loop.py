@@ -1,9 +1,9 @@
 """EngineLoop: the one thread that owns an engine, between its clients' sockets. Runs as the engine process's main.
 
-`python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS OWNER_ID` reads the engine's
-configuration as one line of JSON from its standard input, and its place in a group of ranks as another (null: it is
-alone); it ends when that is closed: so it never outlives its parent. The parent is the client OWNER_ID, whose outputs
-go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
+`python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS OWNER_ID` reads three lines of JSON
+from its standard input: the engine's configuration, its place in a group of ranks (null: it is alone), and whether it
+only prefills. It ends when that is closed: so it never outlives its parent. The parent is the client OWNER_ID, whose
+outputs go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import zmq
 
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.block_hand_over import BlockHandOver
 from deepinfer_backend.engine.client_sockets import OWNER_INDEX, ClientSockets
 from deepinfer_backend.engine.llm_engine import Handles, LLMEngine
 from deepinfer_backend.engine.messages import (
@@ -31,10 +33,14 @@ from deepinfer_backend.engine.messages import (
     AbortSequences,
     AddRequest,
     Attach,
+    BlockContents,
+    BlockSource,
     Detach,
     EngineFailed,
     EngineReady,
     EngineRequest,
+    FetchBlocks,
+    Prompted,
     RequestResult,
     Shutdown,
     StepOutputs,
@@ -53,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SILENCE_S = 0.25
 _IDLE_VOTE_INTERVAL_S = 0.01  # of ranks in lockstep that all have nothing to do; as long a request may wait
+_STALLED_WAIT_S = 0.02  # for a message that lets an engine with work go on; deadlines are looked at between two
 
 
 class EngineLoop:
@@ -67,6 +74,7 @@ class EngineLoop:
         engine: LLMEngine,
         requests: zmq.Socket[bytes],
         clients: ClientSockets,
+        hand_over: BlockHandOver,
         stats_interval_s: float,
         *,
         in_lockstep: bool,
@@ -75,6 +83,7 @@ class EngineLoop:
         self._in_lockstep = in_lockstep
         self._requests = requests
         self._clients = clients
+        self._hand_over = hand_over
         self._stats_line = StatsLine(stats_interval_s)
         self._last_report_s = 0.0
         self._is_shut_down = False
@@ -86,7 +95,7 @@ class EngineLoop:
         while True:
             is_busy = engine.has_unfinished_requests() or engine.has_inflight_step()
             if is_busy or engine.is_group_busy:
-                self._take_in(wait_s=0.0)
+                self._take_in(wait_s=_STALLED_WAIT_S if engine.is_stalled and not self._in_lockstep else 0.0)
             else:
                 self._take_in(wait_s=_IDLE_VOTE_INTERVAL_S if self._in_lockstep else None)
             if self._is_shut_down:
@@ -98,7 +107,7 @@ class EngineLoop:
                 handles = engine.step()
             else:
                 handles = engine.flush_inflight_reqs()
-            results = engine.take_results()
+            results = [*engine.take_results(), *self._hand_over.go_on()]
             # Told also without outputs: the frontend's gauges must not stay where work left them, and there are steps
             # without any for a long time (beam search, a prompt in chunks, a grammar that is compiled).
             is_silent = time.monotonic() - self._last_report_s > _MAX_SILENCE_S
@@ -130,6 +139,10 @@ class EngineLoop:
                     self._clients.send(client_index, EngineReady(self._engine.info, os.getpid()))
             case Detach(client_id):
                 self._engine.abort_clients(self._clients.remove(client_id))
+            case FetchBlocks() as fetch:
+                self._hand_over.answer(fetch)
+            case BlockContents() as contents:
+                self._hand_over.take(contents)
             case Shutdown():
                 self._is_shut_down = True
 
@@ -147,6 +160,7 @@ class EngineLoop:
             message.queue_timeout_s,
             client_index,
             message.arrival_s,
+            self._with_source(message.prompted),
         )
         try:
             self._engine.add_request(request)
@@ -156,6 +170,11 @@ class EngineLoop:
             logger.exception("request %s: cannot be taken in", request.request_id)
             self._engine.abort_request([request.request_id])
             self._report([request_failed(request, not_taken_in_error(request.request_id))], NO_HANDLES)
+
+    def _with_source(self, prompted: Prompted | None) -> Prompted | None:
+        if prompted is None:
+            return None
+        return msgspec.structs.replace(prompted, source_index=self._hand_over.index_of(prompted.source))
 
     def _report(self, results: list[RequestResult], handles: Handles) -> None:
         """To each client what is its own, and to the owner how things stand in any case."""
@@ -184,7 +203,7 @@ def _end_with_parent(folder: Path) -> None:
 
 def main() -> int:
     requests_address, outputs_address, owner_id = sys.argv[1:]
-    config, place = json.loads(sys.stdin.buffer.readline()), json.loads(sys.stdin.buffer.readline())
+    config, place, is_prompt_engine = (json.loads(sys.stdin.buffer.readline()) for _ in range(3))
     folder = Path(requests_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), name="deepinfer-parent-watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
@@ -201,10 +220,13 @@ def main() -> int:
         if place is not None:
             ranks = TensorRanks(engine_config, RankPlace(**place))
             world = RankWorld(RankPlace(**place), engine_config.step_timeout_s)
-        engine = LLMEngine(engine_config, world)
+        prompts_at = BlockSource(requests_address, os.getpid()) if is_prompt_engine else None
+        engine = LLMEngine(engine_config, world, prompts_at)
+        hand_over = BlockHandOver(engine.scheduler, engine.kv_cache, engine.stream, context, requests_address)
         clients.send(OWNER_INDEX, EngineReady(engine.info, os.getpid()))
         in_lockstep = engine_config.data_parallel_lockstep and engine_config.data_parallel_size > 1
-        EngineLoop(engine, requests, clients, engine_config.stats_interval_s, in_lockstep=in_lockstep).run()
+        loop = EngineLoop(engine, requests, clients, hand_over, engine_config.stats_interval_s, in_lockstep=in_lockstep)
+        loop.run()
         engine.close()
         if ranks is not None:
             ranks.close()

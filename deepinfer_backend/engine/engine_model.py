@@ -44,7 +44,7 @@ class EngineModel:
         """The most tokens of a sequence."""
         return min(self.max_model_len, self.kv_cache.num_blocks * self.kv_cache.block_size)
 
-    def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
+    def scheduler_config(self, config: EngineConfig, *, is_prompt_engine: bool) -> SchedulerConfig:
         return SchedulerConfig(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
@@ -60,6 +60,7 @@ class EngineModel:
             prefill_attempt_interval=config.prefill_attempt_interval,
             priority_aging_s=config.priority_aging_s,
             hash_seed=random.SystemRandom().getrandbits(64),
+            is_prompt_engine=is_prompt_engine,
         )
 
     def step_buffers(self, config: EngineConfig) -> StepBuffers:

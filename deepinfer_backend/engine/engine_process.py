@@ -89,6 +89,7 @@ class _RemoteEngineClient:
                 request.embedding,
                 request.queue_timeout_s,
                 request.arrival_s,
+                request.prompted,
             )
         )
 
@@ -199,7 +200,8 @@ class ChildEngineClient(_RemoteEngineClient):
         try:
             self._watch(self._process.pid)
             place = _place(config, rank, rendezvous or folder / _RENDEZVOUS)
-            self._process.stdin.write(config.model_dump_json().encode() + b"\n" + json.dumps(place).encode() + b"\n")
+            lines = [config.model_dump_json(), json.dumps(place), json.dumps(rank < config.num_prompt_engines)]
+            self._process.stdin.write("".join(f"{line}\n" for line in lines).encode())
             self._process.stdin.flush()
             self.info = self._wait_until_ready()
             write_engine_info(folder, self.info)

@@ -25,7 +25,8 @@ from deepinfer_backend.engine.deferred_release import DeferredRelease
 from deepinfer_backend.engine.draft_policy import ALL_DRAFTS, DraftPolicy
 from deepinfer_backend.engine.engine_model import set_up_model
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
-from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats, RequestResult
+from deepinfer_backend.engine.messages import BlockSource, EngineInfo, EngineRequest, EngineStats, RequestResult
+from deepinfer_backend.engine.prompted import prompted_among, prompted_sequence
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
 from deepinfer_backend.engine.rank_group import RankGroup, StepKind
 from deepinfer_backend.engine.sampling_options import sampling_options
@@ -58,14 +59,18 @@ class LLMEngine:
         ConfigError, UnsupportedModelError: the model cannot run with this configuration.
     """
 
-    def __init__(self, config: EngineConfig, world: RankWorld | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, world: RankWorld | None = None, prompts_at: BlockSource | None = None
+    ) -> None:
         """world: of the ranks with which it makes its steps. If there are other engines among them, `step` must be
-        called also when there is no work.
+        called also when there is no work. prompts_at: it only prefills, and there others get the blocks.
         """
         self._group = None if world is None or world.engines is None else RankGroup(world.engines)
         self.stream = open_stream(resolve_device(config.device))
         parts = set_up_model(config, self.stream, world)
         model, kv_cache, num_speculative_tokens = parts.model, parts.kv_cache, parts.num_speculative_tokens
+        self.kv_cache = kv_cache
+        self._prompts_at = prompts_at
         generation_defaults = load_generation_config(parts.path)
         tokenizer_path = resolve_tokenizer(config.tokenizer, parts.path)
         self._eos_token_ids = generation_defaults.eos_token_ids
@@ -85,7 +90,7 @@ class LLMEngine:
         self._max_num_seqs = config.max_num_seqs
         self._max_seq_len = parts.max_seq_len
         self.timers = StepTimers()
-        self.scheduler = Scheduler(parts.scheduler_config(config))
+        self.scheduler = Scheduler(parts.scheduler_config(config, is_prompt_engine=prompts_at is not None))
         self.request_output_pool = RequestOutputPool()
         self._tracked = TrackedRequests(
             self.scheduler,
@@ -124,7 +129,8 @@ class LLMEngine:
         self._grammars = GrammarQueue(tokenizer_path, model.vocab_size, self._eos_token_ids, config)
         self._waiting = WaitingRequests(self._grammars, self._adapters, self._add_to_scheduler, config.priority_aging_s)
         self._queue_deadlines = QueueDeadlines()
-        self._failures: list[RequestResult] = []
+        self._results: list[RequestResult] = []
+        self._is_stalled = False
         self._seeds = random.Random(config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
 
@@ -133,14 +139,19 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, its adapter is
-                unknown, or its id is that of another unfinished request.
+                unknown, its id is that of another unfinished request, or it has several sequences and this engine only
+                prefills.
             EngineError: its adapter cannot be loaded.
         """
         prompt = request.prompt_token_ids
         if len(prompt) and (prompt.min() < 0 or prompt.max() >= self.info.vocab_size):
             raise InvalidRequestError(f"prompt_token_ids: each must be 0 to {self.info.vocab_size - 1}")
+        params = request.sampling_params
+        if self._prompts_at is not None and max(params.n, params.beam_width) > 1:
+            raise InvalidRequestError("n: an engine that only prefills takes requests of one sequence")
         self._waiting.add(request)
-        self._queue_deadlines.add(request)
+        if request.prompted is None:
+            self._queue_deadlines.add(request)
 
     def abort_request(self, request_ids: list[str]) -> None:
         """Ends these requests; no output of theirs comes out any more. Unknown ids are ignored."""
@@ -163,6 +174,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether a sequence is in a queue, or a request waits for its grammar or its adapter."""
         return self.scheduler.has_unfinished_seqs() or len(self._waiting) > 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step found nothing to compute, and the next will not either: others must act first."""
+        return self._is_stalled and not len(self._waiting)
 
     @property
     def is_group_busy(self) -> bool:
@@ -192,7 +208,7 @@ class LLMEngine:
             failures = self._waiting.admit_ready(may_sleep=may_sleep)
             # Where the fault is ours, a part of it may be in the scheduler; one that was refused may bear another's id.
             self.abort_request([failure.request_id for failure in failures if failure.word == EngineError.word])
-            self._failures += failures
+            self._results += failures
         self._end_expired()
         with self.timers.record("step"):
             with self.timers.record("schedule"):
@@ -204,6 +220,7 @@ class LLMEngine:
             if self._group is not None:
                 with self.timers.record("vote"):
                     others_compute = self._group.vote(_kind_of(batch)) is not StepKind.IDLE
+            self._is_stalled = batch.is_empty() and not self.has_inflight_step()
             handles = self.worker.execute_model_step(batch, with_placeholder=others_compute)
             if not self.has_unfinished_requests():
                 self._free_finished()  # the next round may be far away
@@ -219,8 +236,8 @@ class LLMEngine:
 
     def take_results(self) -> list[RequestResult]:
         """What steps found out about requests besides their tokens; to be read before the same steps' outputs."""
-        failures, self._failures = self._failures, []
-        return [*failures, *self._tracked.take_results()]
+        results, self._results = self._results, []
+        return [*results, *self._tracked.take_results()]
 
     def post_process(self, state: StepState) -> Handles:
         """The Worker's first callback: a launched step's tokens → its sequences → handles of their outputs."""
@@ -288,6 +305,8 @@ class LLMEngine:
 
     def _give_out(self, handles: Handles) -> Handles:
         self._deferred_release.collect(handles)
+        if self._prompts_at is not None and len(handles):
+            self._results += prompted_among(self.request_output_pool.clone(handles), self._prompts_at)
         return handles
 
     def _take_step_time(self, state: StepState) -> None:
@@ -297,21 +316,35 @@ class LLMEngine:
             self._draft_policy.take_step(state.batch, self._last_step_end_s - began_s)
 
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
-        params, prompt = request.sampling_params, request.prompt_token_ids
+        params, prompt, prompted = request.sampling_params, request.prompt_token_ids, request.prompted
+        options = sampling_options(request, lora_id, self._eos_token_ids, self._seeds)
+        cache_salt = _cache_salt(lora_id, params.cache_salt)
         try:
-            seq_id = self.scheduler.add_seq(
-                request.request_id,
-                prompt,
-                sampling_options(request, lora_id, self._eos_token_ids, self._seeds),
-                priority=request.priority,
-                cache_salt=_cache_salt(lora_id, params.cache_salt),
-                client_index=request.client_index,
-            )
+            if prompted is None:
+                seq_id = self.scheduler.add_seq(
+                    request.request_id,
+                    prompt,
+                    options,
+                    priority=request.priority,
+                    cache_salt=cache_salt,
+                    client_index=request.client_index,
+                )
+            else:
+                seq_id = self.scheduler.add_prompted_seq(
+                    request.request_id,
+                    prompt,
+                    prompted_sequence(prompted),
+                    options,
+                    priority=request.priority,
+                    cache_salt=cache_salt,
+                    client_index=request.client_index,
+                )
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         if is_tracked(request):
             self._tracked.add(seq_id, request, grammar, min(params.max_tokens, self._max_seq_len - len(prompt)))
-        self._num_prompt_tokens += len(prompt)
+        if prompted is None:
+            self._num_prompt_tokens += len(prompt)
 
     def _end_expired(self) -> None:
         """Ends requests whose queue_timeout_s has passed and that no step has begun to compute."""
@@ -321,7 +354,7 @@ class LLMEngine:
                 not self.scheduler.was_scheduled(request_id) and self.scheduler.abort_request(request_id)
             )
             if is_ended:
-                self._failures.append(deadline.failure())
+                self._results.append(deadline.failure())
 
     def _fail_step(self, batch: SchedulerOutputs) -> Handles:
         """To be called while its exception is handled."""

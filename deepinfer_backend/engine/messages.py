@@ -1,7 +1,8 @@
 """Every message between an engine process and its clients, the frontends: typed, length-checked, no pickle.
 
 Client → engine: Attach, Detach, AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → client: EngineReady,
-EngineFailed, StepOutputs. Each is one msgpack frame: on the engine's one socket, or on each client's own.
+EngineFailed, StepOutputs. Engine → engine: FetchBlocks, BlockContents. Each is one msgpack frame: on the engine's one
+socket, or on each client's own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,29 @@ class EmbeddingParams(msgspec.Struct, frozen=True):
     dimensions: int | None = None
 
 
+class BlockSource(msgspec.Struct, frozen=True):
+    """An engine that has a prompt's KV blocks: where it takes messages, and its process."""
+
+    address: str
+    process_id: int
+
+
+class Prompted(msgspec.Struct, frozen=True, tag=True):
+    """An engine that only prefills has computed a request's prompt and its first token, which is an output of its own.
+
+    It keeps the prompt's blocks until the request is aborted there. `source_index`: what the engine that gets them
+    calls the source; its side fills it in.
+    """
+
+    request_id: str
+    first_token_id: int
+    num_cached_tokens: int
+    first_scheduled_time_ns: int
+    source: BlockSource
+    client_index: int = 0
+    source_index: int = 0
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """A request as the engine takes it: checked token ids and valid sampling parameters.
 
@@ -32,7 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `bad_words_token_ids`: the token sequences that the output must not contain. `embedding`: asks for the prompt's
     embedding, not for tokens. `queue_timeout_s`: it fails if no step has begun to compute it so long after `arrival_s`
     (of time.monotonic; 0.0: when the engine gets it). `client_index`: which of the engine's clients it belongs to; the
-    engine's side fills it in.
+    engine's side fills it in. `prompted`: what another engine has computed of it; None: nothing.
     """
 
     request_id: str
@@ -44,6 +68,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     queue_timeout_s: float | None = None
     client_index: int = 0
     arrival_s: float = 0.0
+    prompted: Prompted | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +106,14 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     client_index: int = 0
 
 
-RequestResult = PromptLogprobs | Embedding | RequestFailed
+class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
+    """A request's engine needs its prompt's blocks elsewhere no more; comes before its first output here."""
+
+    request_id: str
+    client_index: int = 0
+
+
+RequestResult = PromptLogprobs | Embedding | RequestFailed | Prompted | BlocksArrived
 """What an engine tells about a request besides its tokens."""
 
 
@@ -170,6 +202,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     embedding: EmbeddingParams | None
     queue_timeout_s: float | None
     arrival_s: float
+    prompted: Prompted | None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
@@ -180,6 +213,29 @@ class AbortSequences(msgspec.Struct, frozen=True, tag=True):
     """Single sequences, each by its request's id and its index."""
 
     sequences: list[tuple[str, int]]
+
+
+class FetchBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Asks for blocks of a request's prompt, `num_blocks` from its block `first_block` on.
+
+    The answer goes to `address`, with `seq_id`; not if the process has ended.
+    """
+
+    address: str
+    process_id: int
+    seq_id: int
+    request_id: str
+    first_block: int
+    num_blocks: int
+
+
+class BlockContents(msgspec.Struct, frozen=True, tag=True):
+    """Content of blocks, as KVCache.read_blocks returns it, with its CRC-32; b"": the request is not there any more."""
+
+    seq_id: int
+    first_block: int
+    content: bytes
+    checksum: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -208,7 +264,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None
 
 
-ToEngine = Attach | Detach | AddRequest | AbortRequests | AbortSequences | Shutdown
+ToEngine = Attach | Detach | AddRequest | AbortRequests | AbortSequences | FetchBlocks | BlockContents | Shutdown
 FromEngine = EngineReady | EngineFailed | StepOutputs
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,8 +15,10 @@ import msgspec
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.engine_client import EngineOutputs
 from deepinfer_backend.engine.engine_process import ChildEngineClient
+from deepinfer_backend.engine.hand_overs import HandOvers
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest, EngineStats
 from deepinfer_backend.engine.request_router import RequestRouter
+from deepinfer_backend.errors import EngineDeadError
 
 _POLL_TIMEOUT_S = 0.2
 
@@ -55,7 +57,8 @@ class ParallelEngineClient:
             raise errors[0]
         info = self._clients[0].info
         self.info = msgspec.structs.replace(info, config={**info.config, "data_parallel_size": 1})
-        self._router = RequestRouter(num_ranks)
+        self._router = RequestRouter(num_ranks, config.num_prompt_engines)
+        self._hand_overs = HandOvers(self._router, self, self._router.release)
         self._threads = [
             threading.Thread(target=self._read, args=(rank,), name=f"deepinfer-rank-{rank}", daemon=True)
             for rank in range(num_ranks)
@@ -68,9 +71,18 @@ class ParallelEngineClient:
         """By rank."""
         return [client.pid for client in self._clients]
 
-    def add_request(self, request: EngineRequest) -> None:
-        rank = self._router.assign(request, range(len(self._clients)))
+    def available(self) -> range:
+        """The ranks."""
+        return range(len(self._clients))
+
+    def add(self, rank: int, request: EngineRequest) -> None:
         self._clients[rank].add_request(request)
+
+    def abort(self, rank: int, request_ids: list[str]) -> None:
+        self._clients[rank].abort_requests(request_ids)
+
+    def add_request(self, request: EngineRequest) -> None:
+        self.add(self._router.assign(request, self.available()), request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         ids_of = self._router.by_rank(request_ids, str)
@@ -123,6 +135,13 @@ class ParallelEngineClient:
             assert outputs.stats is not None
             with self._lock:
                 self._stats[rank] = outputs.stats
-            # What says nothing but stats is told by whatever is read next.
-            if outputs.outputs or outputs.failures or outputs.results or self._rounds.empty():
-                self._rounds.put(outputs)
+            try:
+                self._hand_overs.take(outputs, self._pass_on)
+            except EngineDeadError as error:
+                self._rounds.put(error)
+                return
+
+    def _pass_on(self, outputs: EngineOutputs) -> None:
+        # What says nothing but stats is told by whatever is read next.
+        if outputs.outputs or outputs.failures or outputs.results or self._rounds.empty():
+            self._rounds.put(outputs)

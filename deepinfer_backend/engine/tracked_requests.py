@@ -75,7 +75,8 @@ class TrackedRequests:
         params = request.sampling_params
         self._requests[seq_id] = request
         self._num_seqs[request.request_id] += 1
-        self._prompt_logprobs.add(seq_id, request)
+        if request.prompted is None:
+            self._prompt_logprobs.add(seq_id, request)
         if needs_state(params, request.bad_words_token_ids):
             state = SequenceState(
                 params,
@@ -84,6 +85,8 @@ class TrackedRequests:
                 bad_words_token_ids=request.bad_words_token_ids,
                 grammar=grammar,
             )
+            if request.prompted is not None:
+                state.append(request.prompted.first_token_id)
             self._states.add(seq_id, state)
         if params.beam_width > 1:
             self._beams.add(seq_id, params, max_tokens=max_tokens, eos_token_ids=self._eos_token_ids)

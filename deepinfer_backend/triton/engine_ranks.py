@@ -9,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
 
-from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs
+from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs, RequestFailure
+from deepinfer_backend.engine.hand_overs import HandOvers
 from deepinfer_backend.engine.messages import EngineRequest
 from deepinfer_backend.engine.request_router import RequestRouter
 from deepinfer_backend.errors import DeepInferError, UnavailableError
 from deepinfer_backend.triton.engine_supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
+
+_NO_ENGINE = "no engine is running; try again in a few seconds"
 
 
 class EngineRanks:
@@ -49,7 +52,8 @@ class EngineRanks:
         except BaseException:
             first.stop()
             raise
-        self._router = RequestRouter(len(self._supervisors))
+        self._router = RequestRouter(len(self._supervisors), int(self.info.config["num_prompt_engines"]))
+        self._hand_overs = HandOvers(self._router, self, self._fail_alone)
 
     def start(self) -> None:
         for supervisor in self._supervisors:
@@ -61,15 +65,15 @@ class EngineRanks:
             list(pool.map(EngineSupervisor.stop, self._supervisors))
 
     def check_available(self) -> None:
-        """Raises UnavailableError while there is no engine."""
-        if not self._available():
-            self._supervisors[0].check_available()
+        """Raises UnavailableError while there is no engine, or none that decodes."""
+        if not self._router.decoding(self.available()):
+            self._supervisors[-1].check_available()
 
     def add_request(self, request: EngineRequest) -> None:
         """Raises UnavailableError while there is no engine to take it."""
-        candidates = self._available()
-        error = UnavailableError("no engine is running; try again in a few seconds")
-        while candidates:
+        candidates = self.available()
+        error = UnavailableError(_NO_ENGINE)
+        while self._router.decoding(candidates):
             rank = self._router.assign(request, candidates)
             try:
                 self._supervisors[rank].add_request(request)
@@ -106,7 +110,7 @@ class EngineRanks:
     def _start_rank(self, rank: int) -> EngineSupervisor:
         return EngineSupervisor(
             partial(self._start_engine, rank),
-            on_outputs=partial(self._on_outputs, rank),
+            on_outputs=partial(self._take_outputs, rank),
             on_death=partial(self._answer_for, rank),
             on_failed=partial(self._give_up, rank),
         )
@@ -125,11 +129,28 @@ class EngineRanks:
             raise errors[0]
         return [start.result() for start in starts]
 
-    def _available(self) -> list[int]:
+    def available(self) -> list[int]:
+        """The ranks whose engines are there."""
         return [rank for rank, supervisor in enumerate(self._supervisors) if supervisor.is_available()]
 
+    def add(self, rank: int, request: EngineRequest) -> None:
+        self._supervisors[rank].add_request(request)
+
+    def abort(self, rank: int, request_ids: list[str]) -> None:
+        self._supervisors[rank].abort_requests(request_ids)
+
+    def _take_outputs(self, rank: int, outputs: EngineOutputs) -> None:
+        self._hand_overs.take(outputs, partial(self._on_outputs, rank))
+
     def _answer_for(self, rank: int, error: DeepInferError) -> None:
-        self._on_death(rank, self._router.release_rank(rank), error)
+        loss = self._router.release_rank(rank)
+        self._on_death(rank, loss.request_ids, error)
+        for prompted in loss.prompted:
+            self._hand_overs.hand_over(prompted)
+
+    def _fail_alone(self, request_id: str) -> None:
+        self.abort_requests([request_id])
+        self._on_outputs(0, EngineOutputs([], [RequestFailure(request_id, UnavailableError(_NO_ENGINE))], None))
 
     def _give_up(self, rank: int) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ Block 0 is the dummy block: padding points to it, no sequence owns it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -52,10 +53,32 @@ class KVCache:
     def copy_blocks(self, copies: torch.Tensor) -> None:
         """Copies whole blocks in all layers; copies: [num_copies, 2] of (source, target)."""
         source, target = copies[:, 0].long(), copies[:, 1].long()
+        for tensor in self._tensors():
+            tensor[target] = tensor[source]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers together."""
+        return sum(tensor[0].nbytes for tensor in self._tensors())
+
+    def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Their whole content, [num_blocks, block_bytes] uint8 in host memory."""
+        indices = blocks.long()
+        rows = [tensor[indices].flatten(1).view(torch.uint8) for tensor in self._tensors()]
+        return torch.cat(rows, dim=1).cpu()
+
+    def write_blocks(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
+        """content: as `read_blocks` of a cache of the same layers, type and block size returns it."""
+        indices, sizes = blocks.long(), [tensor[0].nbytes for tensor in self._tensors()]
+        for tensor, rows in zip(self._tensors(), torch.split(content, sizes, dim=1), strict=True):
+            tensor[indices] = rows.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:]).to(tensor.device)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """[num_blocks, ...] each."""
         for layer in self.layers:
             for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
                 if tensor is not None:
-                    tensor[target] = tensor[source]
+                    yield tensor
 
 
 def _allocate_on_cuda(

@@ -159,6 +159,16 @@ class FakeDevice:
             self._compute_drafts(seq_ids.index(each.seq_id), lines[each.seq_id], each)
         return Launched(batch, seq_ids, sampled, fails)
 
+    def receive_block(self, block: int, index: int, line: Line) -> None:
+        """The content of block number `index` of the line's prompt comes from elsewhere; a drafter has not computed the
+        prompt's last token.
+        """
+        contents = self._histories.of(line.salt, line.prompt)
+        for offset, content in enumerate(contents[index * self._block_size : (index + 1) * self._block_size]):
+            self._slots[self._slot(block, offset)] = content
+            if index * self._block_size + offset < len(line.prompt) - 1:
+                self._draft_slots[self._slot(block, offset)] = content
+
     def _check_limits(self, batch: SchedulerOutputs) -> None:
         assert 0 < batch.num_seqs <= self._limits["max_num_seqs"]
         assert batch.num_seqs <= batch.num_tokens <= self._limits["max_num_batched_tokens"]

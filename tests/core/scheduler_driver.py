@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend._core import (
+    AwaitedBlocks,
+    PromptedSequence,
     RequestOutput,
     RequestOutputPool,
     Scheduler,
@@ -62,6 +64,7 @@ class SchedulerDriver:
         self.output_pool = RequestOutputPool()
         self.lines: dict[int, Line] = {}
         self.inflight: Launched | None = None
+        self._awaited: dict[int, AwaitedBlocks] = {}
         self.max_seq_len = min(self.limits["max_model_len"], self.limits["num_blocks"] * self.limits["block_size"])
         self.freed_seq_ids: set[int] = set()
         self.num_accepted_by_position = [0] * self.limits["num_speculative_tokens"]
@@ -79,6 +82,38 @@ class SchedulerDriver:
         )
         self._know(seq_id, line)
         return seq_id
+
+    def add_prompted(self, request_id: str, prompt: list[int], max_tokens: int = 8, **params: Any) -> int | None:
+        """One whose prompt was computed elsewhere; None if it has ended there with its first token."""
+        line = Line(request_id, prompt, max_tokens, **params)
+        first_token = next_token(prompt, line.seed)
+        line.history, line.first_output = [*prompt, first_token], 1
+        if line.finish([first_token], self.max_seq_len)[0] != "NONE":
+            return None
+        seq_id = self.scheduler.add_prompted_seq(
+            request_id,
+            np.array(prompt, dtype=np.int32),
+            PromptedSequence(first_token_id=first_token, first_scheduled_time_ns=1),
+            line.options(),
+            priority=line.priority,
+            cache_salt=line.salt,
+        )
+        self._know(seq_id, line)
+        return seq_id
+
+    def awaiting(self) -> list[AwaitedBlocks]:
+        """Of those that still have the blocks."""
+        return [awaited for seq_id, awaited in self._awaited.items() if not self.lines[seq_id].ended]
+
+    def receive(self, awaited: AwaitedBlocks, num_blocks: int) -> None:
+        """The first `num_blocks` of those that it awaits are there; the others will not come."""
+        line = self.lines[awaited.seq_id]
+        for index, block in enumerate(awaited.blocks[:num_blocks].tolist(), start=awaited.first_block):
+            self._device.receive_block(block, index, line)
+        self.scheduler.blocks_arrived(awaited.seq_id, awaited.first_block + num_blocks)
+        del self._awaited[awaited.seq_id]
+        line.num_tokens_behind = 1
+        self.scheduler.check_invariants()
 
     def fork(self, seq_id: int, seed: int) -> int:
         parent = self.lines[seq_id]
@@ -135,6 +170,9 @@ class SchedulerDriver:
         """without_token: who gets no token of the step that is processed, if no other builds on it."""
         metadata, batch = self.scheduler.schedule(self.metadata_pool, draft_threshold=draft_threshold)
         self._take_freed()
+        for awaited in self.scheduler.take_awaited():
+            assert awaited.request_id == self.lines[awaited.seq_id].request_id
+            self._awaited[awaited.seq_id] = awaited
         launched = None
         if not batch.is_empty():
             num_outputs = {row.seq_id: row.output_index for row in metadata}
@@ -178,6 +216,8 @@ class SchedulerDriver:
         num_steps = num_idle_steps = 0
         while self.scheduler.has_unfinished_seqs():
             self.advance_beams()
+            for awaited in self.awaiting():
+                self.receive(awaited, len(awaited.blocks))
             is_idle = self.inflight is None
             is_idle = self.step().is_empty() and is_idle
             num_steps += 1

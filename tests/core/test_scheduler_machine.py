@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -92,6 +93,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             **params,
         )
 
+    @rule(
+        text=st.sampled_from(SHARED_TEXTS),
+        num_shared=st.sampled_from([12, 11, 9, 6, 4, 3, 1]),
+        max_tokens=st.integers(2, 10),
+        priority=st.sampled_from([0, 0, 1, -1]),
+        draft_quality=st.sampled_from([None, 0, 2, 4]),
+        is_tracked=st.booleans(),
+    )
+    def add_prompted(self, text: list[int], num_shared: int, max_tokens: int, **params: Any) -> None:
+        """One whose prompt another engine has computed."""
+        assume(num_shared + 1 < self.driver.max_seq_len)
+        self.num_requests += 1
+        self.driver.add_prompted(
+            f"r{self.num_requests}", text[:num_shared], max_tokens, seed=100 * self.num_requests, **params
+        )
+
+    @precondition(lambda self: self.driver.awaiting())
+    @rule(choice=st.integers(0, 100), num_missing=st.sampled_from([0, 0, 0, 1, 2, 100]))
+    def blocks_arrive(self, choice: int, num_missing: int) -> None:
+        awaiting = self.driver.awaiting()
+        awaited = awaiting[choice % len(awaiting)]
+        self.driver.receive(awaited, max(0, len(awaited.blocks) - num_missing))
+
     @precondition(lambda self: self.driver.live_seq_ids())
     @rule(
         num_steps=st.integers(1, 6),
@@ -178,6 +202,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_unfinished_requests == len({self.driver.lines[seq_id].request_id for seq_id in live})
         assert scheduler.has_unfinished_seqs() == bool(live)
         assert [seq_id for seq_id in self.driver.lines if scheduler.is_held(seq_id)] == self.driver.held_seq_ids()
+        awaiting = [seq_id for seq_id in self.driver.lines if scheduler.awaits_blocks(seq_id)]
+        assert awaiting == sorted(awaited.seq_id for awaited in self.driver.awaiting())
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Empty
+from typing import Any
 
 import pytest
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.messages import EngineStats
+from deepinfer_backend.engine.messages import BlocksArrived, BlockSource, EngineStats, Prompted
 from deepinfer_backend.errors import ConfigError
 from tests.support.fake_engine import FakeEngine, output
 from tests.support.fake_frontend import Engines, assert_failed, running_frontend
@@ -94,7 +96,7 @@ def test_with_all_ranks_gone_nothing_is_taken_and_the_model_is_given_up() -> Non
 def test_with_one_rank_given_up_the_others_go_on() -> None:
     with ranks(2, max_engine_restarts=0) as (frontend, starter, engines):
         engines[0].die()
-        wait_until(lambda: len(frontend._ranks._available()) == 1, 5, "one is left")
+        wait_until(lambda: len(frontend._ranks.available()) == 1, 5, "one is left")
         requests = send(frontend, 2)
         for request_id in taken(engines[1], 2):
             engines[1].step(output(request_id, 5, "LENGTH"))
@@ -102,6 +104,80 @@ def test_with_one_rank_given_up_the_others_go_on() -> None:
             request.sender.wait()
             assert request.sender.error is None
         assert not starter.gave_up.is_set()
+
+
+@contextmanager
+def one_prefills(num_decoding: int) -> Iterator[tuple[Frontend, FakeEngine, list[FakeEngine]]]:
+    """A frontend, the engine that prefills, and those that decode, whose next ones do not start."""
+    with ranks(1 + num_decoding, num_prompt_engines=1, max_engine_restarts=0) as (frontend, _, engines):
+        supervisors = frontend._ranks._supervisors
+        by_rank: list[Any] = [supervisor._client for supervisor in supervisors]
+        assert set(by_rank) == set(engines)
+        yield frontend, by_rank[0], by_rank[1:]
+
+
+def prompted(request_id: str) -> Prompted:
+    return Prompted(request_id, 5, 0, 1, BlockSource("ipc://nowhere", 1))
+
+
+def hand_over(frontend: Frontend, prefilling: FakeEngine) -> tuple[Request, str]:
+    """A request whose first token is there."""
+    (request,) = send(frontend, 1)
+    (request_id,) = taken(prefilling, 1)
+    prefilling.step(output(request_id, 5), results=[prompted(request_id)])
+    return request, request_id
+
+
+def test_a_request_is_handed_over_and_its_blocks_are_kept_until_they_have_arrived() -> None:
+    with one_prefills(1) as (frontend, prefilling, (decoding,)):
+        request, request_id = hand_over(frontend, prefilling)
+        handed = decoding.next_request()
+        assert handed.prompted == prompted(request_id)
+        assert prefilling.aborted == []
+        decoding.step(results=[BlocksArrived(request_id)])
+        decoding.step(output(request_id, 6, "LENGTH", output_index=1))
+        request.sender.wait()
+        assert request.sender.num_finals == 1 and request.sender.error is None
+        assert prefilling.aborted == [request_id]
+
+
+def test_a_third_engine_gets_what_another_died_of_before_it_had_the_blocks() -> None:
+    with one_prefills(2) as (frontend, prefilling, decoding):
+        request, request_id = hand_over(frontend, prefilling)
+        first = next(engine for engine in decoding if wait_for_request(engine))
+        first.die()
+        (other,) = (engine for engine in decoding if engine is not first)
+        assert other.next_request().prompted == prompted(request_id)
+        other.step(output(request_id, 6, "LENGTH", output_index=1), results=[BlocksArrived(request_id)])
+        request.sender.wait()
+        assert request.sender.error is None and prefilling.aborted == [request_id]
+
+
+def wait_for_request(engine: FakeEngine) -> bool:
+    try:
+        engine.next_request(timeout_s=0.5)
+    except Empty:
+        return False
+    return True
+
+
+def test_without_an_engine_that_decodes_it_fails_and_nothing_is_kept() -> None:
+    with one_prefills(1) as (frontend, prefilling, (decoding,)):
+        request, request_id = hand_over(frontend, prefilling)
+        decoding.next_request()
+        decoding.die()
+        assert_failed(request, TritonError.UNAVAILABLE, "no engine is running")
+        wait_until(lambda: request_id in prefilling.aborted, 5, "its blocks are given back")
+        assert not frontend.is_available()
+
+
+def test_one_that_is_cancelled_on_its_way_is_aborted_at_both_ends() -> None:
+    with one_prefills(1) as (frontend, prefilling, (decoding,)):
+        request, request_id = hand_over(frontend, prefilling)
+        decoding.next_request()
+        request.sender.cancelled = True
+        for engine in (prefilling, decoding):
+            wait_until(lambda engine=engine: request_id in engine.aborted, 5, "aborted")  # type: ignore[misc]
 
 
 def test_metrics_are_those_of_all_ranks() -> None:

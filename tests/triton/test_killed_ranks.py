@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "two engines": ({"data_parallel_size": 2}, 2),
     "two in lockstep": ({"data_parallel_size": 2, "data_parallel_lockstep": True}, 2),
     "two ranks of one": ({"tensor_parallel_size": 2}, 2),
+    "one prefills, two decode": ({"data_parallel_size": 3, "num_prompt_engines": 1}, 3),
 }
 """Engine arguments, and how many processes there are."""
 
