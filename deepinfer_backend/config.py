@@ -70,6 +70,11 @@ class EngineConfig(BaseModel):
         description="Let the data-parallel engines make the same number of steps, as one group: when one of them dies, "
         "all of them are started again.",
     )
+    enable_expert_parallel: bool = Field(
+        False,
+        description="Give each of the data-parallel engines an equal share of a mixture-of-experts model's experts, "
+        "and send tokens to where theirs are; the engines are in lockstep.",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Tokens of prompt and output together; none is what model and KV cache allow."
     )
@@ -192,6 +197,13 @@ class EngineConfig(BaseModel):
             raise ValueError("must begin with http:// or https://")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expert_parallel_is_in_lockstep(cls, fields: Any) -> Any:
+        if fields.get("enable_expert_parallel") is True:
+            return {"data_parallel_lockstep": True, **fields}
+        return fields
+
     @model_validator(mode="after")
     def _check_prompt_engines(self) -> EngineConfig:
         if not self.num_prompt_engines:
@@ -206,6 +218,20 @@ class EngineConfig(BaseModel):
                 f"num_prompt_engines is {self.num_prompt_engines}: must be 0 with data_parallel_lockstep or "
                 "tensor_parallel_size over 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shared_experts(self) -> EngineConfig:
+        if self.enable_expert_parallel:
+            if not self.data_parallel_lockstep or self.data_parallel_size == 1:
+                raise ValueError(
+                    "enable_expert_parallel is true: data_parallel_size must be over 1, and data_parallel_lockstep not "
+                    "false"
+                )
+            if self.tensor_parallel_size > 1 or self.lora_modules:
+                raise ValueError(
+                    "enable_expert_parallel is true: tensor_parallel_size must be 1 and lora_modules empty"
+                )
         return self
 
     @model_validator(mode="after")

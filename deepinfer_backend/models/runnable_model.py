@@ -38,6 +38,7 @@ def load_engine_model(
         dequantize=config.dtype != "auto",
         has_adapters=bool(config.lora_modules),
         with_mtp_layer=config.speculative_config is not None and config.speculative_config.has_own_mtp_layer,
+        num_expert_ranks=config.data_parallel_size if config.enable_expert_parallel else 1,
         group=group,
     )
 
@@ -50,12 +51,14 @@ def load_runnable_model(
     dequantize: bool,
     has_adapters: bool,
     with_mtp_layer: bool = False,
+    num_expert_ranks: int = 1,
     group: TensorGroup | None = None,
 ) -> Model:
     """The model in folder `path`, in `dtype` on `device`; to be called on the device's stream.
 
     dequantize: weights that are stored with few bits become `dtype` too. with_mtp_layer: a model that runs through
-    transformers has one layer more, that of its multi-token-prediction module. group: the ranks that share it.
+    transformers has one layer more, that of its multi-token-prediction module. num_expert_ranks: that share its
+    experts. group: the ranks that share all of it.
 
     Raises:
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
@@ -64,6 +67,8 @@ def load_runnable_model(
     spec_or_reason = _why_not_here(dtype, device, has_adapters) or read_decoder_spec(path)
     if isinstance(spec_or_reason, DecoderSpec) and method not in (None, *PACKED_METHODS):
         spec_or_reason = f"the quant_method of its weights is {method}"
+    if num_expert_ranks > 1 and isinstance(spec_or_reason, DecoderSpec):
+        spec_or_reason = "it is to share its experts (enable_expert_parallel)"
     if isinstance(spec_or_reason, DecoderSpec):
         source = open_weights(path)
         if dequantize:
@@ -76,11 +81,18 @@ def load_runnable_model(
         )
     logger.info("%s runs through transformers: %s", path.name, spec_or_reason)
     # Most of a second to import, and only here of use.
+    from transformers.distributed import DistributedConfig
+
+    from deepinfer_backend.models.expert_parallel import shared_experts
     from deepinfer_backend.models.transformers_model import ATTENTION_NAME, TransformersModel
 
     fields = {"num_hidden_layers": load_config(path).num_hidden_layers + 1} if with_mtp_layer else {}
-    size = 1 if group is None else group.share.size
-    module = load_model(path, dtype, device, ATTENTION_NAME, size, **fields)
+    distributed_config = None
+    if num_expert_ranks > 1:
+        distributed_config = shared_experts(load_config(path), num_expert_ranks)
+    elif group is not None:
+        distributed_config = DistributedConfig(tp_size=group.share.size)
+    module = load_model(path, dtype, device, ATTENTION_NAME, distributed_config, **fields)
     return TransformersModel(module, has_mtp_layer=with_mtp_layer)
 
 

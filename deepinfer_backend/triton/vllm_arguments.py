@@ -53,7 +53,6 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "data_parallel_multi_port_external_lb": Accepted((False,), _ONE_DEVICE),
     "nnodes": Accepted((1,), _ONE_DEVICE),
     "node_rank": Accepted((0,), _ONE_DEVICE),
-    "enable_expert_parallel": Accepted((False,), _ONE_DEVICE),
     "enable_elastic_ep": Accepted((False,), _ONE_DEVICE),
     "enable_eplb": Accepted((False,), _ONE_DEVICE),
     "enable_dbo": Accepted((False,), _ONE_DEVICE),

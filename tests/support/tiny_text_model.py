@@ -17,12 +17,12 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_text_model(folder: Path, **changes: Any) -> Path:
-    """Writes a random llama with `byte_tokenizer` and returns its folder. Some of its token ids have no text.
+def make_tiny_text_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """Writes a random model with `byte_tokenizer` and returns its folder. Some of its token ids have no text.
 
     changes: fields of its configuration and their values.
     """
-    path = make_random_model("llama", folder, **changes)
+    path = make_random_model(family, folder, **changes)
     byte_tokenizer().save_pretrained(path)
     return path
 

@@ -10,11 +10,13 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.triton.server import TritonServer
 from tests.support.oracle import TransformersOracle
 from tests.support.processes import command_line
@@ -31,23 +33,28 @@ LATEST_KILL_S = 1.5  # after the requests were sent
 SERVES_AGAIN_LIMIT_S = 60.0
 GAUGES = ("deepinfer_requests_running", "deepinfer_requests_waiting", "deepinfer_kv_cache_usage_ratio")
 
-LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "two engines": ({"data_parallel_size": 2}, 2),
-    "two in lockstep": ({"data_parallel_size": 2, "data_parallel_lockstep": True}, 2),
-    "two ranks of one": ({"tensor_parallel_size": 2}, 2),
-    "one prefills, two decode": ({"data_parallel_size": 3, "num_prompt_engines": 1}, 3),
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two engines": ("llama", {"data_parallel_size": 2}),
+    "two in lockstep": ("llama", {"data_parallel_size": 2, "data_parallel_lockstep": True}),
+    "two share experts": ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+    "two ranks of one": ("llama", {"tensor_parallel_size": 2}),
+    "one prefills, two decode": ("llama", {"data_parallel_size": 3, "num_prompt_engines": 1}),
 }
-"""Engine arguments, and how many processes there are."""
+"""Family of the model, and engine arguments."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_text_model(tmp_path_factory.mktemp("model"))
+@dataclass(frozen=True)
+class Served:
+    server: TritonServer
+    num_processes: int
+    known: list[int]
 
 
 @pytest.fixture(params=LAYOUTS)
-def server_and_size(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterator[tuple[TritonServer, int]]:
-    layout, num_processes = LAYOUTS[request.param]
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    family, layout = LAYOUTS[request.param]
+    model = make_tiny_text_model(tmp_path, family)
+    known = TransformersOracle(model).greedy(byte_tokenizer()(PROMPT)["input_ids"], 100, ignore_eos=True)
     arguments = {
         "model": str(model),
         "dtype": "float32",
@@ -57,17 +64,18 @@ def server_and_size(request: pytest.FixtureRequest, tmp_path: Path, model: Path)
         **layout,
     }
     with running_server(tmp_path, {"deepinfer": arguments}) as server:
-        yield server, num_processes
+        yield Served(server, EngineConfig(**arguments).num_processes, known)
 
 
 @pytest.mark.timeout(60 + 90 * NUM_KILLS)
-def test_every_request_has_one_end_and_all_are_back(server_and_size: tuple[TritonServer, int], model: Path) -> None:
-    server, num_processes = server_and_size
-    expected = TransformersOracle(model).greedy(byte_tokenizer()(PROMPT)["input_ids"], 100, ignore_eos=True)
+def test_every_request_has_one_end_and_all_are_back(served: Served) -> None:
+    server = served.server
     chance = random.Random(7)
     for _ in range(NUM_KILLS):
-        wait_until(lambda: len(rank_process_ids(server)) == num_processes, SERVES_AGAIN_LIMIT_S, "all ranks are there")
-        wait_until(lambda: known_answer(server) == expected, SERVES_AGAIN_LIMIT_S, "it serves")
+        wait_until(
+            lambda: len(rank_process_ids(server)) == served.num_processes, SERVES_AGAIN_LIMIT_S, "all ranks are there"
+        )
+        wait_until(lambda: known_answer(server) == served.known, SERVES_AGAIN_LIMIT_S, "it serves")
         requests = [
             GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=LONG) for _ in range(NUM_STREAMS)
         ]
@@ -75,7 +83,7 @@ def test_every_request_has_one_end_and_all_are_back(server_and_size: tuple[Trito
         os.kill(chance.choice(rank_process_ids(server)), signal.SIGKILL)
         for request in requests:
             check_end(request.result())
-    wait_until(lambda: known_answer(server) == expected, SERVES_AGAIN_LIMIT_S, "it serves")
+    wait_until(lambda: known_answer(server) == served.known, SERVES_AGAIN_LIMIT_S, "it serves")
     wait_until(lambda: all(read_metrics(server)[name] == 0 for name in GAUGES), 5, "nothing is left")
 
 
