@@ -65,6 +65,17 @@ class EngineConfig(BaseModel):
         description="Of the data-parallel engines, those that only prefill: the others decode what these hand over, as "
         "KV blocks. 0: every engine does both.",
     )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Machines that compute the engine's model together, each with as many of the tensor-parallel "
+        "ranks; this one, with Triton, is the first.",
+    )
+    master_addr: str | None = Field(
+        None, description="With nnodes over 1: this machine's address, at which the ranks of the others find it."
+    )
+    master_port: int = Field(29500, ge=1, le=65_535, description="With nnodes over 1: the port for that.")
     data_parallel_lockstep: bool = Field(
         False,
         description="Let the data-parallel engines make the same number of steps, as one group: when one of them dies, "
@@ -235,6 +246,18 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_machines(self) -> EngineConfig:
+        if self.nnodes > 1:
+            what = f"nnodes is {self.nnodes}"
+            if self.tensor_parallel_size % self.nnodes:
+                raise ValueError(f"{what}: tensor_parallel_size, {self.tensor_parallel_size}, must be a multiple")
+            if self.data_parallel_size > 1:
+                raise ValueError(f"{what}: data_parallel_size must be 1")
+            if self.master_addr is None:
+                raise ValueError(f"{what}: master_addr must say where the others find this machine")
+        return self
+
+    @model_validator(mode="after")
     def _check_shared_model(self) -> EngineConfig:
         if self.tensor_parallel_size > 1:
             size = f"tensor_parallel_size is {self.tensor_parallel_size}: must be 1"
@@ -246,8 +269,13 @@ class EngineConfig(BaseModel):
 
     @property
     def num_processes(self) -> int:
-        """That compute."""
-        return self.data_parallel_size * self.tensor_parallel_size
+        """That compute on this machine."""
+        return self.data_parallel_size * self.num_local_ranks
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Of each engine, on each machine."""
+        return self.tensor_parallel_size // self.nnodes
 
     def __init__(self, /, **fields: Any) -> None:
         try:

@@ -49,7 +49,7 @@ class LLM:
         self.decode_sequence = decode_sequence
         config = EngineConfig(model=model, **engine_args)
         self._client: EngineClient
-        if config.num_processes > 1:
+        if config.data_parallel_size * config.tensor_parallel_size > 1:
             self._client = ParallelEngineClient(config)
         else:
             self._client = InprocEngineClient(config)

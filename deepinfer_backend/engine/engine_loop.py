@@ -49,10 +49,9 @@ from deepinfer_backend.engine.messages import (
 )
 from deepinfer_backend.engine.stats import StatsLine
 from deepinfer_backend.errors import DeepInferError, not_taken_in_error
-from deepinfer_backend.ops.rank_world import RankWorld
 from deepinfer_backend.rank_place import RankPlace
 from deepinfer_backend.sampling_params import SamplingParams
-from deepinfer_backend.worker.tensor_ranks import TensorRanks
+from deepinfer_backend.worker.tensor_ranks import TensorRanks, join_world
 from deepinfer_backend.worker.worker import NO_HANDLES
 
 logger = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ def main() -> int:
         ranks, world = None, None
         if place is not None:
             ranks = TensorRanks(engine_config, RankPlace(**place))
-            world = RankWorld(RankPlace(**place), engine_config.step_timeout_s)
+            world = join_world(engine_config, RankPlace(**place))
         prompts_at = BlockSource(requests_address, os.getpid()) if is_prompt_engine else None
         engine = LLMEngine(engine_config, world, prompts_at)
         hand_over = BlockHandOver(engine.scheduler, engine.kv_cache, engine.stream, context, requests_address)

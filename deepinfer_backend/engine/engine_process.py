@@ -322,7 +322,8 @@ def _place(config: EngineConfig, rank: int, rendezvous: Path) -> dict[str, Any] 
     if num_engines == config.tensor_parallel_size == 1:
         return None
     data_rank = rank if config.data_parallel_lockstep else 0
-    return asdict(RankPlace(data_rank, num_engines, 0, config.tensor_parallel_size, str(rendezvous)))
+    address = f"file://{rendezvous}" if config.nnodes == 1 else f"tcp://{config.master_addr}:{config.master_port}"
+    return asdict(RankPlace(data_rank, num_engines, 0, config.tensor_parallel_size, address))
 
 
 def _child_environment(config: EngineConfig, rank: int) -> dict[str, str]:
@@ -344,6 +345,6 @@ def _give_share(environment: dict[str, str], config: EngineConfig, rank: int) ->
             f"data_parallel_size is {config.data_parallel_size} and tensor_parallel_size "
             f"{config.tensor_parallel_size}: they need {num_processes} devices, and {len(visible)} are visible"
         )
-    size = config.tensor_parallel_size
+    size = config.num_local_ranks
     devices = (visible or [str(index) for index in range(num_processes)])[rank * size : (rank + 1) * size]
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -5,7 +5,6 @@ One world of torch.distributed (gloo on the CPU, NCCL between CUDA devices), and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from deepinfer_backend.errors import EngineDeadError
 from deepinfer_backend.rank_place import RankPlace
@@ -31,23 +31,22 @@ class RankWorld:
         EngineDeadError: the others did not come.
     """
 
-    def __init__(self, place: RankPlace, step_timeout_s: float) -> None:
-        """step_timeout_s: that the others may take for their part of a step."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def __init__(self, place: RankPlace, step_timeout_s: float, store: Store) -> None:
+        """step_timeout_s: that the others may take for their part of a step; store: where they find each other."""
         size, step_timeout = place.tensor_size, timedelta(seconds=step_timeout_s)
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                init_method=f"file://{place.rendezvous}",
-                rank=place.data_rank * size + place.tensor_rank,
-                world_size=place.data_size * size,
+                store=store,
+                rank=place.world_rank,
+                world_size=place.world_size,
                 timeout=_START_TIMEOUT,
             )
             # All of the world make every group, in the same order.
-            engines = dist.new_group(range(0, place.data_size * size, size), timeout=step_timeout)
+            engines = dist.new_group(range(0, place.world_size, size), timeout=step_timeout)
             shares = [
                 [dist.new_group(range(first, first + size), timeout=timeout) for timeout in (step_timeout, _FOREVER)]
-                for first in range(0, place.data_size * size, size)
+                for first in range(0, place.world_size, size)
             ]
         except RuntimeError as error:
             raise EngineDeadError(f"the ranks did not find each other: {error}") from error

@@ -51,7 +51,6 @@ ACCEPTED_VALUES: dict[str, Accepted] = {
     "data_parallel_hybrid_lb": Accepted((False,), _ONE_DEVICE),
     "data_parallel_external_lb": Accepted((False,), _ONE_DEVICE),
     "data_parallel_multi_port_external_lb": Accepted((False,), _ONE_DEVICE),
-    "nnodes": Accepted((1,), _ONE_DEVICE),
     "node_rank": Accepted((0,), _ONE_DEVICE),
     "enable_elastic_ep": Accepted((False,), _ONE_DEVICE),
     "enable_eplb": Accepted((False,), _ONE_DEVICE),
@@ -164,7 +163,7 @@ WITHOUT_EFFECT = frozenset(
         *("tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config", "renderer_num_workers"),
         # Several devices, of which one is used.
         *("distributed_executor_backend", "worker_use_ray", "engine_use_ray", "ray_workers_use_nsight"),
-        *("disable_custom_all_reduce", "master_addr", "master_port", "distributed_timeout_seconds"),
+        *("disable_custom_all_reduce", "distributed_timeout_seconds"),
         *("cpu_distributed_timeout_seconds", "data_parallel_address", "data_parallel_rpc_port"),
         *("data_parallel_backend", "disable_nccl_for_dp_synchronization", "enable_ep_weight_filter"),
         *("all2all_backend", "eplb_config", "expert_placement_strategy", "ubatch_size"),

@@ -7,10 +7,12 @@ rest: it schedules, samples and knows the requests.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +26,9 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.models.interface import Model
 from deepinfer_backend.models.loader import resolve_dtype, resolve_model
 from deepinfer_backend.models.runnable_model import load_engine_model
+from deepinfer_backend.ops.heartbeat import answer_heartbeats
 from deepinfer_backend.ops.rank_world import RankWorld, TensorGroup
+from deepinfer_backend.ops.rendezvous import open_store
 from deepinfer_backend.rank_place import RankPlace
 from deepinfer_backend.worker.kv_cache import KVCache, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_device
@@ -33,6 +37,10 @@ from deepinfer_backend.worker.shared_step import receive_step
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
+_PR_SET_PDEATHSIG = 1
+CONFIG_KEY = "engine_config"
+"""Of the rendezvous, for ranks on other machines: JSON."""
+
 _LEADER_ENDS_FIRST_S = 5.0  # what is wrong for one is mostly wrong for all, and the leader says it better
 
 
@@ -42,7 +50,7 @@ class TensorRanks:
     def __init__(self, config: EngineConfig, place: RankPlace) -> None:
         self._is_closing = threading.Event()
         self._processes = [
-            _start(config, replace(place, tensor_rank=rank)) for rank in range(1, config.tensor_parallel_size)
+            _start(config, replace(place, tensor_rank=rank)) for rank in range(1, config.num_local_ranks)
         ]
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -80,9 +88,30 @@ def _start(config: EngineConfig, place: RankPlace) -> subprocess.Popen[bytes]:
     return process
 
 
+def join_world(config: EngineConfig, place: RankPlace) -> RankWorld:
+    """The leader's part; ranks on other machines learn the configuration."""
+    store = open_store(place)
+    if config.master_addr is not None and config.nnodes > 1:
+        answer_heartbeats(store, config.master_addr, range(config.num_local_ranks, config.tensor_parallel_size))
+        store.set(CONFIG_KEY, config.model_dump_json())
+        logger.info(
+            "waiting for %d ranks on %d other machines at %s:%d",
+            config.tensor_parallel_size - config.num_local_ranks,
+            config.nnodes - 1,
+            config.master_addr,
+            config.master_port,
+        )
+    return RankWorld(place, config.step_timeout_s, store)
+
+
 def _end_with_leader() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
+
+
+def _be_killed_with_leader() -> None:
+    """Also when this process is stopped, and cannot see that its standard input is closed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_steps(model: Model, kv_cache: KVCache, group: TensorGroup) -> NoReturn:
@@ -101,7 +130,7 @@ def _run_steps(model: Model, kv_cache: KVCache, group: TensorGroup) -> NoReturn:
 
 
 def _run(config: EngineConfig, place: RankPlace) -> NoReturn:
-    world = RankWorld(place, config.step_timeout_s)
+    world = RankWorld(place, config.step_timeout_s, open_store(place))
     assert world.tensor is not None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -119,21 +148,32 @@ def _run(config: EngineConfig, place: RankPlace) -> NoReturn:
         _run_steps(model, kv_cache, world.tensor)
 
 
-def main() -> int:
-    config, place = (json.loads(sys.stdin.buffer.readline()) for _ in range(2))
-    threading.Thread(target=_end_with_leader, name="deepinfer-leader-watch", daemon=True).start()
-    rank = place["tensor_rank"]
+def run_rank(config: EngineConfig, place: RankPlace) -> int:
+    """Until it cannot go on; the process's exit status."""
+    rank = place.tensor_rank
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s deepinfer rank {rank} %(levelname)s: %(message)s")
     faulthandler.enable()
     try:
-        _run(EngineConfig(**config), RankPlace(**place))
+        _run(config, place)
     except Exception:
         logger.exception("tensor-parallel rank %d cannot go on", rank)
-        time.sleep(_LEADER_ENDS_FIRST_S)
     return 1
 
 
-if __name__ == "__main__":
-    code = main()
+def end_process(status: int) -> NoReturn:
+    """At once: nothing is left to save, and threads of libraries must not hold it."""
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(status)
+
+
+def main() -> NoReturn:
+    config, place = (json.loads(sys.stdin.buffer.readline()) for _ in range(2))
+    _be_killed_with_leader()
+    threading.Thread(target=_end_with_leader, name="deepinfer-leader-watch", daemon=True).start()
+    status = run_rank(EngineConfig(**config), RankPlace(**place))
+    time.sleep(_LEADER_ENDS_FIRST_S)
+    end_process(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -146,10 +146,15 @@ def test_a_rank_that_dies_takes_its_engine_with_it(random_model: Callable[[str],
     assert not Path(f"/proc/{leader}").exists()
 
 
-def test_a_leader_that_dies_takes_its_ranks_with_it(random_model: Callable[[str], ModelAndCases]) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["", "stopped"])
+def test_a_leader_that_dies_takes_its_ranks_with_it(
+    random_model: Callable[[str], ModelAndCases], is_stopped: bool
+) -> None:
     path, _, _ = random_model("llama")
     with on_ranks(path, 2) as llm:
         leader, follower = process_ids(llm)
+        if is_stopped:
+            os.kill(follower, signal.SIGSTOP)
         os.kill(leader, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{follower}").exists(), 10, "the other rank has ended")
 
