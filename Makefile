@@ -18,7 +18,8 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-ranks bench-load peers clean setup
+.PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-ranks bench-load \
+  bench-scaling peers clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -75,6 +76,10 @@ bench-ranks: setup $(STAMPS)/dev
 
 bench-load: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.under_load $(ARGS)
+
+# A simulation: no model, no device.
+bench-scaling: setup $(STAMPS)/dev $(STAMPS)/bench
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Many engines simulated: their schedulers and router are the real ones, the time of a step is modelled."""
