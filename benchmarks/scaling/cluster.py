@@ -56,6 +56,9 @@ class Pool:
         params = SamplingParams(max_tokens=request.num_outputs)
         return self.engines[self._router.assign(EngineRequest(request.request_id, request.prompt, params), self._ranks)]
 
+    def end_prefill(self, request: SimulatedRequest) -> None:
+        self._router.end_prefill(request.request_id)
+
     def hand_over(self, request: SimulatedRequest) -> SimulatedEngine:
         """The one that decodes a request whose prompt is computed."""
         prompted = Prompted(request.request_id, 0, 0, 0, BlockSource("", 0))
@@ -163,6 +166,8 @@ class Cluster:
         self._after_step(engine, result)
 
     def _after_step(self, engine: SimulatedEngine, result: StepResult) -> None:
+        for request in result.prompted:
+            self._pool.end_prefill(request)
         for request in result.ended:
             self._pool.release(request)
 

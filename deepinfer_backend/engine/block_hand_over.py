@@ -91,32 +91,30 @@ class BlockHandOver:
     def answer(self, fetch: FetchBlocks) -> None:
         self._peers.remove_dead()
         blocks = self._scheduler.prompted_blocks(fetch.request_id)[fetch.first_block :][: fetch.num_blocks]
-        content = b""
+        content = memoryview(b"")
         if len(blocks) == fetch.num_blocks:
             indices = torch.from_numpy(blocks)
-            content = self._stream.submit(lambda: self._kv_cache.read_blocks(indices)).result().numpy().tobytes()
+            content = self._stream.submit(lambda: self._kv_cache.read_blocks(indices)).result().numpy().data
         receiver = self.index_of(BlockSource(fetch.address, fetch.process_id))
-        self._peers.send(receiver, BlockContents(fetch.seq_id, fetch.first_block, content, zlib.crc32(content)))
+        contents = BlockContents(fetch.seq_id, fetch.first_block, zlib.crc32(content))
+        self._peers.send_contents(receiver, contents, content)
 
-    def take(self, contents: BlockContents) -> None:
+    def take(self, contents: BlockContents, content: memoryview) -> None:
         transfer = self._transfers.get(contents.seq_id)
         if transfer is None or not self._scheduler.awaits_blocks(contents.seq_id):
             return
         if contents.first_block != transfer.awaited.first_block + transfer.num_written:
             return
-        if not contents.content:
+        if not len(content):
             self._give_up(transfer, "the engine that had them has freed them")
             return
         blocks = transfer.awaited.blocks[transfer.num_written :][: self._piece_blocks]
-        if (
-            zlib.crc32(contents.content) != contents.checksum
-            or len(contents.content) != len(blocks) * self._kv_cache.block_bytes
-        ):
+        is_whole = len(content) == len(blocks) * self._kv_cache.block_bytes
+        if not is_whole or zlib.crc32(content) != contents.checksum:
             self._repeat(transfer)
             return
-        rows = torch.frombuffer(bytearray(contents.content), dtype=torch.uint8).view(len(blocks), -1)
-        indices = torch.from_numpy(blocks.copy())
-        self._stream.submit(lambda: self._kv_cache.write_blocks(indices, rows))
+        written, indices = torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.from_numpy(blocks.copy())
+        self._stream.submit(lambda: self._kv_cache.write_blocks(indices, written))
         transfer.num_written += len(blocks)
         self._ask(transfer)
 

@@ -71,10 +71,17 @@ class ClientSockets:
     def __contains__(self, client_index: int) -> bool:
         return client_index in self._by_index
 
-    def send(self, client_index: int, message: FromEngine | FetchBlocks | BlockContents) -> None:
+    def send(self, client_index: int, message: FromEngine | FetchBlocks) -> None:
         client = self._by_index.get(client_index)
         if client is not None:
             client.socket.send(encode(message))
+
+    def send_contents(self, client_index: int, message: BlockContents, content: memoryview) -> None:
+        """content: must not change any more."""
+        client = self._by_index.get(client_index)
+        if client is not None:
+            client.socket.send(encode(message), zmq.SNDMORE)
+            client.socket.send(content, copy=False)
 
     def send_all(self, message: FromEngine) -> None:
         for client_index in list(self._by_index):

@@ -44,6 +44,7 @@ from deepinfer_backend.engine.messages import (
     RequestResult,
     Shutdown,
     StepOutputs,
+    ToEngine,
     decode_to_engine,
     request_failed,
 )
@@ -119,13 +120,14 @@ class EngineLoop:
         self._requests.poll(None if wait_s is None else round(wait_s * 1e3))
         while not self._is_shut_down:
             try:
-                data = self._requests.recv(zmq.NOBLOCK)
+                frame = self._requests.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._handle(data)
+            content = self._requests.recv(copy=False).buffer if frame.more else memoryview(b"")
+            self._handle(decode_to_engine(frame.buffer), content)
 
-    def _handle(self, data: bytes) -> None:
-        match decode_to_engine(data):
+    def _handle(self, message: ToEngine, content: memoryview) -> None:
+        match message:
             case AddRequest() as message:
                 self._add(message)
             case AbortRequests(request_ids):
@@ -141,7 +143,7 @@ class EngineLoop:
             case FetchBlocks() as fetch:
                 self._hand_over.answer(fetch)
             case BlockContents() as contents:
-                self._hand_over.take(contents)
+                self._hand_over.take(contents, content)
             case Shutdown():
                 self._is_shut_down = True
 

@@ -28,7 +28,7 @@ class RankedEngines(Protocol):
 
 
 class HandOvers:
-    """Reads what engines tell about hand-overs, and gives each prompted request to an engine that decodes.
+    """Reads what engines tell about prompts, and gives each request with a prompt elsewhere to an engine that decodes.
 
     The one that prefilled keeps the blocks until the other has them: if that dies before, a third one gets the request.
     From any thread.
@@ -47,6 +47,10 @@ class HandOvers:
 
     def take(self, outputs: EngineOutputs, pass_on: Callable[[EngineOutputs], None]) -> None:
         """What a round brought, the rest of which is passed on before any request goes on elsewhere."""
+        if self._router.num_ranks > 1:
+            for output in outputs.outputs:
+                if output.output_index == 0 and output.sequence_index == 0:
+                    self._router.end_prefill(output.request_id)
         prompted = [result for result in outputs.results if isinstance(result, Prompted)]
         arrived = [result for result in outputs.results if isinstance(result, BlocksArrived)]
         if prompted or arrived:

@@ -1,8 +1,8 @@
 """Every message between an engine process and its clients, the frontends: typed, length-checked, no pickle.
 
 Client → engine: Attach, Detach, AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → client: EngineReady,
-EngineFailed, StepOutputs. Engine → engine: FetchBlocks, BlockContents. Each is one msgpack frame: on the engine's one
-socket, or on each client's own.
+EngineFailed, StepOutputs. Engine → engine: FetchBlocks, BlockContents. Each is one msgpack frame, BlockContents with
+the blocks as a second one: on the engine's one socket, or on each client's own.
 """
 
 from __future__ import annotations
@@ -230,11 +230,13 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockContents(msgspec.Struct, frozen=True, tag=True):
-    """Content of blocks, as KVCache.read_blocks returns it, with its CRC-32; b"": the request is not there any more."""
+    """Goes before the content of blocks, as KVCache.read_blocks returns it, of which this is the CRC-32.
+
+    No content: the request is not there any more.
+    """
 
     seq_id: int
     first_block: int
-    content: bytes
     checksum: int
 
 
@@ -280,7 +282,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return data
 
 
-def decode_to_engine(data: bytes) -> ToEngine:
+def decode_to_engine(data: bytes | memoryview) -> ToEngine:
     """Raises msgspec.DecodeError for anything that is not one whole message."""
     return _to_engine.decode(data)
 

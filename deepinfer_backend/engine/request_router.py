@@ -40,9 +40,10 @@ class RankLoss:
 class RequestRouter:
     """Gives each request to the rank with the least outstanding work, prompt tokens in its cache considered.
 
-    Work is counted in tokens of prefill: those of a request that the rank has not computed before, and a fixed number
-    for each of its sequences, until it has ended. What a rank has computed is remembered by chunks of prompts, those
-    used last; it is a guess, since a rank forgets too. (The idea is that of SGLang's cache-aware router.)
+    Work is counted in tokens of prefill: those of a request that the rank has not computed before, until its first
+    token is there, and a fixed number for each of its sequences, until it has ended. What a rank has computed is
+    remembered by chunks of prompts, those used last; it is a guess, since a rank forgets too. (The idea is that of
+    SGLang's cache-aware router.)
 
     The first `num_prompt_ranks` only prefill. A request of one sequence goes to one of them, if there is one, and from
     there to one of the others, which get all other requests at once.
@@ -73,6 +74,19 @@ class RequestRouter:
             while len(self._ranks_with) > _MAX_KNOWN_CHUNKS:
                 self._ranks_with.popitem(last=False)
         return rank
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._work)
+
+    def end_prefill(self, request_id: str) -> None:
+        """The request has its first token."""
+        with self._lock:
+            assignment = self._assignments.get(request_id)
+            if assignment is not None:
+                work = _SEQUENCE_WORK * _num_sequences(assignment.request)
+                self._work[assignment.rank] -= assignment.work - work
+                self._assignments[request_id] = replace(assignment, work=work)
 
     def decoding(self, ranks: Iterable[int]) -> list[int]:
         """Those that do not only prefill."""

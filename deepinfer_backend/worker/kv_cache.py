@@ -62,16 +62,27 @@ class KVCache:
         return sum(tensor[0].nbytes for tensor in self._tensors())
 
     def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Their whole content, [num_blocks, block_bytes] uint8 in host memory."""
-        indices = blocks.long()
-        rows = [tensor[indices].flatten(1).view(torch.uint8) for tensor in self._tensors()]
-        return torch.cat(rows, dim=1).cpu()
+        """Their whole content, [num_blocks · block_bytes] uint8 in host memory: by layer, and there by block."""
+        indices, content = blocks.long(), torch.empty(len(blocks) * self.block_bytes, dtype=torch.uint8)
+        for tensor, part in self._with_parts(content, len(blocks)):
+            if tensor.device.type == "cpu":
+                torch.index_select(tensor, 0, indices, out=part)
+            else:
+                part.copy_(tensor[indices.to(tensor.device)])
+        return content
 
     def write_blocks(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
         """content: as `read_blocks` of a cache of the same layers, type and block size returns it."""
-        indices, sizes = blocks.long(), [tensor[0].nbytes for tensor in self._tensors()]
-        for tensor, rows in zip(self._tensors(), torch.split(content, sizes, dim=1), strict=True):
-            tensor[indices] = rows.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:]).to(tensor.device)
+        for tensor, part in self._with_parts(content, len(blocks)):
+            tensor.index_copy_(0, blocks.long().to(tensor.device), part.to(tensor.device))
+
+    def _with_parts(self, content: torch.Tensor, num_blocks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of the cache with its part of the content of so many blocks, [num_blocks, ...]."""
+        begin = 0
+        for tensor in self._tensors():
+            end = begin + num_blocks * tensor[0].nbytes
+            yield tensor, content[begin:end].view(tensor.dtype).view(num_blocks, *tensor.shape[1:])
+            begin = end
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """[num_blocks, ...] each."""

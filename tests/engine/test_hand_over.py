@@ -208,9 +208,11 @@ class End:
     hand_over: BlockHandOver
     inbox: zmq.Socket[bytes]
 
-    def receive(self) -> ToEngine:
+    def receive(self) -> tuple[ToEngine, bytes]:
+        """A message, and the content that comes with it."""
         assert self.inbox.poll(10_000)
-        return decode_to_engine(self.inbox.recv())
+        message, *content = self.inbox.recv_multipart()
+        return decode_to_engine(message), b"".join(content)
 
 
 @contextmanager
@@ -275,42 +277,47 @@ def test_blocks_are_what_the_other_engine_computed(
     with two_ends(path, tmp_path, kv_cache_dtype=kv_cache_dtype) as (prefilling, decoding):
         hand_over_one(prefilling, decoding, PROMPT, 10)
         sent = exchange(prefilling, decoding)
-        assert [contents.first_block for contents in sent] == list(range(7))
+        assert [contents.first_block for contents, _ in sent] == list(range(7))
         assert decoding.hand_over.go_on() == [BlocksArrived("one")]
         blocks = [end.engine.scheduler.prompted_blocks("one") for end in (prefilling, decoding)]
         contents = [
             end.engine.kv_cache.read_blocks(torch.from_numpy(each))
             for end, each in zip((prefilling, decoding), blocks, strict=True)
         ]
-        assert contents[0].shape == (7, prefilling.engine.kv_cache.block_bytes)
+        assert contents[0].shape == (7 * prefilling.engine.kv_cache.block_bytes,)
         assert torch.equal(*contents)
         finish(decoding)
 
 
-def exchange(
-    prefilling: End, decoding: End, spoil: Callable[[BlockContents], BlockContents] = lambda contents: contents
-) -> list[BlockContents]:
+Sent = tuple[BlockContents, bytes]
+
+
+def exchange(prefilling: End, decoding: End, spoil: Callable[[Sent], Sent] = lambda sent: sent) -> list[Sent]:
     """Until nothing is asked for any more; what was sent."""
-    sent = []
+    all_sent = []
     while prefilling.inbox.poll(200):
-        fetch = prefilling.receive()
+        fetch, _ = prefilling.receive()
         assert isinstance(fetch, FetchBlocks)
         prefilling.hand_over.answer(fetch)
-        contents = decoding.receive()
+        contents, content = decoding.receive()
         assert isinstance(contents, BlockContents)
-        sent.append(contents)
-        decoding.hand_over.take(spoil(contents))
-    return sent
+        all_sent.append((contents, content))
+        contents, content = spoil(all_sent[-1])
+        decoding.hand_over.take(contents, memoryview(content))
+    return all_sent
+
+
+def damaged(sent: Sent) -> Sent:
+    contents, content = sent
+    return contents, bytes([content[0] ^ 1]) + content[1:]
 
 
 def test_damaged_content_is_asked_for_again(random_model: RandomModel, tmp_path: Path) -> None:
     path, _, _ = random_model("llama")
-    num_damaged = 0
+    spoiling = iter([damaged, damaged])
 
-    def spoil(contents: BlockContents) -> BlockContents:
-        nonlocal num_damaged
-        num_damaged += 1
-        return contents if num_damaged > 2 else msgspec.structs.replace(contents, checksum=contents.checksum ^ 1)
+    def spoil(sent: Sent) -> Sent:
+        return next(spoiling, lambda each: each)(sent)
 
     with two_ends(path, tmp_path) as (prefilling, decoding):
         tokens = hand_over_one(prefilling, decoding, PROMPT, 10)
@@ -327,12 +334,11 @@ def test_what_does_not_come_is_computed_again(
     monkeypatch.setattr("deepinfer_backend.engine.block_hand_over._PIECE_BYTES", 1)
     path, _, _ = random_model("llama")
 
-    def spoil(contents: BlockContents) -> BlockContents:
+    def spoil(sent: Sent) -> Sent:
+        contents, content = sent
         if contents.first_block < 3:
-            return contents
-        if reason == "damaged":
-            return msgspec.structs.replace(contents, checksum=contents.checksum ^ 1)
-        return msgspec.structs.replace(contents, content=b"" if reason == "gone" else contents.content[:-1])
+            return sent
+        return {"damaged": damaged(sent), "cut": (contents, content[:-1]), "gone": (contents, b"")}[reason]
 
     with two_ends(path, tmp_path) as (prefilling, decoding):
         tokens = hand_over_one(prefilling, decoding, PROMPT, 10)

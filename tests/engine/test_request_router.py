@@ -31,6 +31,18 @@ def test_one_long_prompt_is_worth_many_short_ones() -> None:
     assert {router.assign(request(str(index), [index]), range(2)) for index in range(10)} == {1}
 
 
+def test_a_prompt_is_work_until_its_first_token_is_there() -> None:
+    router = RequestRouter(2)
+    router.assign(request("long", list(range(1000))), range(2))
+    router.end_prefill("long")
+    assert [router.assign(request(str(index), [index]), range(2)) for index in range(3)] == [1, 0, 1]
+    router.end_prefill("unknown")
+    for request_id in ("long", "0", "1", "2"):
+        router.end_prefill(request_id)
+        router.release(request_id)
+    assert router._work == [0, 0]
+
+
 def test_what_has_ended_is_no_work_any_more() -> None:
     router = RequestRouter(2)
     router.assign(request("long", list(range(1000))), range(2))
