@@ -45,10 +45,10 @@ DRAIN_LIMIT_S = 30.0
 PROMPT = list(range(5, 105))
 
 
-def split(model: Path | None, num_prompt: int, num_decode: int, **engine_args: Any) -> LLM:
+def split(model: Path, num_prompt: int, num_decode: int, **engine_args: Any) -> LLM:
     args = {"num_gpu_blocks_override": 64, "dtype": "float32", "device": "cpu", **engine_args}
     return LLM(
-        None if model is None else str(model),
+        str(model),
         decode_sequence=False,
         data_parallel_size=num_prompt + num_decode,
         num_prompt_engines=num_prompt,
@@ -130,31 +130,6 @@ def test_a_draft_model_goes_on_with_what_was_handed_over(random_model: RandomMod
         stats: Any = llm._client._stats  # type: ignore[attr-defined]
         assert stats[1].num_accepted_draft_tokens > 0
     assert [[output.token_id for output in result] for result in results] == expected
-
-
-def test_whatever_a_request_asks_for_is_what_one_engine_answers() -> None:
-    """The bundled model, whose tokenizer a grammar needs."""
-    wishes = [
-        SamplingParams(seed=3, temperature=0.9, top_p=0.8, max_tokens=20, logprobs=2),
-        SamplingParams(seed=4, temperature=1.0, repetition_penalty=1.3, max_tokens=20),
-        SamplingParams(temperature=0, max_tokens=40, structured_outputs={"regex": "(red|green|blue), [0-9]{3}"}),
-        SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1),
-        SamplingParams(temperature=0, max_tokens=12, stop=[" the"]),
-        SamplingParams(seed=5, temperature=1.0, max_tokens=8, n=2),
-        SamplingParams(beam_width=2, n=2, max_tokens=6),
-        SamplingParams(temperature=0, max_tokens=1),
-    ]
-    prompts = [f"{index}. The colours of the flag of this country are" for index in range(len(wishes))]
-    answers = []
-    for num_prompt in (0, 1):
-        with split(None, num_prompt, 1) as llm:
-            answers.append(llm.complete(prompts, wishes, use_tqdm=False))
-            if num_prompt:
-                check_nothing_is_left(llm)
-    for one, two in zip(*answers, strict=True):
-        assert [each.token_ids for each in one.sequences] == [each.token_ids for each in two.sequences]
-        assert [each.text for each in one.sequences] == [each.text for each in two.sequences]
-        assert (one.prompt_logprobs is None) == (two.prompt_logprobs is None)
 
 
 @pytest.mark.parametrize("seed", range(2))

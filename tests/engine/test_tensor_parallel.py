@@ -99,23 +99,6 @@ def logprobs(positions: list[Logprobs | None]) -> list[float]:
     return [entries[0].logprob for entries in positions if entries is not None]
 
 
-def test_whatever_a_request_asks_for_is_the_same_on_two_ranks(random_model: Callable[[str], ModelAndCases]) -> None:
-    path, cases, _ = random_model("llama")
-    wishes = [
-        SamplingParams(seed=3, temperature=0.9, top_p=0.8, max_tokens=20, n=3),
-        SamplingParams(seed=4, temperature=1.0, repetition_penalty=1.3, max_tokens=20),
-        SamplingParams(temperature=0, logit_bias={7: 3.0}, allowed_token_ids=[5, 6, 7, 8, 9], max_tokens=12),
-        SamplingParams(beam_width=3, n=2, max_tokens=10),
-    ]
-    prompts = [prompt for prompt, _ in cases[: len(wishes)]]
-    answers = []
-    for num_ranks in (1, 2):
-        with on_ranks(path, num_ranks) as llm:
-            completions = llm.complete(prompt_token_ids=prompts, sampling_params=wishes, use_tqdm=False)
-        answers.append([[sequence.token_ids for sequence in completion.sequences] for completion in completions])
-    assert answers[0] == answers[1]
-
-
 def test_heads_that_ranks_cannot_share_are_refused(random_model: Callable[[str], ModelAndCases]) -> None:
     path, _, _ = random_model("llama")
     message = r"tensor_parallel_size is 3: the model's num_heads, 4, must be a multiple"
