@@ -57,12 +57,15 @@ class HandOvers:
             others = [each for each in outputs.results if not isinstance(each, Prompted | BlocksArrived)]
             outputs = EngineOutputs(outputs.outputs, outputs.failures, outputs.stats, [*others])
         for request_id in (each.request_id for each in arrived):
-            rank = self._router.end_hand_over(request_id)
-            if rank is not None:
-                self._engines.abort(rank, [request_id])
+            self._end(request_id)
         pass_on(outputs)
         for each in prompted:
             self.hand_over(each)
+
+    def release(self, request_id: str) -> None:
+        """The request has ended, on its way or where it was decoded."""
+        self._end(request_id)
+        self._router.release(request_id)
 
     def hand_over(self, prompted: Prompted) -> None:
         """To the decoding engine with the least to do; nothing if the request has ended."""
@@ -81,3 +84,8 @@ class HandOvers:
         if self._router.rank_of(request_id) is not None:
             logger.error("request %s: no engine that decodes is running", request_id)
             self._on_lost(request_id)
+
+    def _end(self, request_id: str) -> None:
+        rank = self._router.end_hand_over(request_id)
+        if rank is not None:
+            self._engines.abort(rank, [request_id])

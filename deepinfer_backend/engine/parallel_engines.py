@@ -102,7 +102,7 @@ class ParallelEngineClient:
             self._clients[rank].abort_sequences(each)
 
     def forget_request(self, request_id: str) -> None:
-        self._router.release(request_id)
+        self._hand_overs.release(request_id)
 
     def get_outputs(self, timeout_s: float) -> EngineOutputs | None:
         try:

@@ -92,7 +92,7 @@ class EngineRanks:
         """The request has ended."""
         rank = self._router.rank_of(request_id)
         if rank is not None:
-            self._router.release(request_id)
+            self._hand_overs.release(request_id)
             self._supervisors[rank].forget_request(request_id)
 
     def abort_requests(self, request_ids: list[str]) -> None:

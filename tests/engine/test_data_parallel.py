@@ -63,19 +63,28 @@ def test_tokens_equal_transformers(model: Path, num_ranks: int, engine_args: dic
     ]
 
 
-def test_ranks_in_lockstep_make_the_same_steps_whatever_each_has_to_do(model: Path) -> None:
-    """One has a long request, another a short one, and the third none."""
-    with parallel(model, 3, **LOCKSTEP) as llm:
+@pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
+def test_ranks_with_no_one_and_forty_requests_make_the_same_steps(model: Path, zero_overhead_scheduling: bool) -> None:
+    """And a rank without any gives nothing out, and leaves no trace in its cache."""
+    oracle = TransformersOracle(model)
+    asked = {"alone": ([5, 6, 7], 80), **{f"{index}": ([8, 9, index], 3) for index in range(40)}}
+    tokens: dict[str, list[int]] = defaultdict(list)
+    with parallel(model, 3, **LOCKSTEP, zero_overhead_scheduling=zero_overhead_scheduling) as llm:
         client: Any = llm._client
-        llm.generate(
-            prompt_token_ids=[[5, 6, 7], [8, 9]],
-            sampling_params=[SamplingParams(max_tokens=limit, ignore_eos=True) for limit in (80, 3)],
-            use_tqdm=False,
-        )
+        for request_id, (prompt, limit) in asked.items():
+            params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+            request = EngineRequest(request_id, np.array(prompt, np.int32), params)
+            client.add(1 if request_id == "alone" else 2, request)
+        while sum(map(len, tokens.values())) < sum(limit for _, limit in asked.values()):
+            for output in client.get_outputs(5.0).outputs:
+                tokens[output.request_id].append(output.token_id)
         wait_until(lambda: client.get_outputs(1.0) and len(steps_made(client)) == 1, 5, "all are equal")
         (num_steps,) = steps_made(client)
-        assert 80 <= num_steps < 120
-        assert [stats.num_generation_tokens for stats in client._stats.values()].count(0) == 1
+        assert 80 <= num_steps < 140
+        assert [stats.num_generation_tokens for _, stats in sorted(client._stats.items())] == [0, 80, 120]
+        assert [stats.num_used_blocks for stats in client._stats.values()] == [0, 0, 0]
+    for request_id, (prompt, limit) in asked.items():
+        assert tokens[request_id] == oracle.greedy(prompt, limit, ignore_eos=True)
 
 
 def steps_made(client: Any) -> set[int]:

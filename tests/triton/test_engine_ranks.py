@@ -11,7 +11,7 @@ import pytest
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.messages import BlocksArrived, BlockSource, EngineStats, Prompted
-from deepinfer_backend.errors import ConfigError
+from deepinfer_backend.errors import ConfigError, InvalidRequestError
 from tests.support.fake_engine import FakeEngine, output
 from tests.support.fake_frontend import Engines, assert_failed, running_frontend
 from tests.support.fake_triton import MetricFamily, Request, TritonError
@@ -169,6 +169,15 @@ def test_without_an_engine_that_decodes_it_fails_and_nothing_is_kept() -> None:
         assert_failed(request, TritonError.UNAVAILABLE, "no engine is running")
         wait_until(lambda: request_id in prefilling.aborted, 5, "its blocks are given back")
         assert not frontend.is_available()
+
+
+def test_one_that_is_refused_where_it_was_to_be_decoded_leaves_nothing_behind() -> None:
+    with one_prefills(1) as (frontend, prefilling, (decoding,)):
+        request, request_id = hand_over(frontend, prefilling)
+        decoding.next_request()
+        decoding.refuse(request_id, InvalidRequestError("prompt_token_ids: too long"))
+        assert_failed(request, TritonError.INVALID_ARG, "prompt_token_ids: too long")
+        wait_until(lambda: request_id in prefilling.aborted, 5, "its blocks are given back")
 
 
 def test_one_that_is_cancelled_on_its_way_is_aborted_at_both_ends() -> None:
