@@ -234,11 +234,10 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _check_shared_experts(self) -> EngineConfig:
         if self.enable_expert_parallel:
-            if not self.data_parallel_lockstep or self.data_parallel_size == 1:
-                raise ValueError(
-                    "enable_expert_parallel is true: data_parallel_size must be over 1, and data_parallel_lockstep not "
-                    "false"
-                )
+            if self.data_parallel_size == 1:
+                raise ValueError("enable_expert_parallel is true: data_parallel_size must be over 1")
+            if not self.data_parallel_lockstep:
+                raise ValueError("enable_expert_parallel is true: data_parallel_lockstep must be true, or left out")
             if self.tensor_parallel_size > 1 or self.lora_modules:
                 raise ValueError(
                     "enable_expert_parallel is true: tensor_parallel_size must be 1 and lora_modules empty"
@@ -250,7 +249,7 @@ class EngineConfig(BaseModel):
         if self.nnodes > 1:
             what = f"nnodes is {self.nnodes}"
             if self.tensor_parallel_size % self.nnodes:
-                raise ValueError(f"{what}: tensor_parallel_size, {self.tensor_parallel_size}, must be a multiple")
+                raise ValueError(f"{what}: tensor_parallel_size, {self.tensor_parallel_size}, must be a multiple of it")
             if self.data_parallel_size > 1:
                 raise ValueError(f"{what}: data_parallel_size must be 1")
             if self.master_addr is None:

@@ -1,9 +1,9 @@
 """EngineLoop: the one thread that owns an engine, between its clients' sockets. Runs as the engine process's main.
 
 `python -m deepinfer_backend.engine.engine_loop REQUESTS_ADDRESS OUTPUTS_ADDRESS OWNER_ID` reads three lines of JSON
-from its standard input: the engine's configuration, its place in a group of ranks (null: it is alone), and whether it
-only prefills. It ends when that is closed: so it never outlives its parent. The parent is the client OWNER_ID, whose
-outputs go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
+from its standard input: the engine's configuration, its place in a group of ranks (null: it is alone), and which of the
+model's engines it is. It ends when that is closed: so it never outlives its parent. The parent is the client OWNER_ID,
+whose outputs go to OUTPUTS_ADDRESS; others attach at REQUESTS_ADDRESS.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from deepinfer_backend.engine.messages import (
     request_failed,
 )
 from deepinfer_backend.engine.stats import StatsLine
-from deepinfer_backend.errors import DeepInferError, not_taken_in_error
+from deepinfer_backend.errors import DeepInferError, EngineError, not_taken_in_error
 from deepinfer_backend.rank_place import RankPlace
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.worker.tensor_ranks import TensorRanks, join_world
@@ -204,10 +204,10 @@ def _end_with_parent(folder: Path) -> None:
 
 def main() -> int:
     requests_address, outputs_address, owner_id = sys.argv[1:]
-    config, place, is_prompt_engine = (json.loads(sys.stdin.buffer.readline()) for _ in range(3))
+    config, place, number = (json.loads(sys.stdin.buffer.readline()) for _ in range(3))
     folder = Path(requests_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(folder,), name="deepinfer-parent-watch", daemon=True).start()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s deepinfer engine %(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s deepinfer engine {number} %(levelname)s: %(message)s")
     faulthandler.enable()  # SIGABRT, which an owner sends to an engine that is stuck, shows where
     context = zmq.Context()
     requests: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -221,6 +221,7 @@ def main() -> int:
         if place is not None:
             ranks = TensorRanks(engine_config, RankPlace(**place))
             world = join_world(engine_config, RankPlace(**place))
+        is_prompt_engine = number < engine_config.num_prompt_engines
         prompts_at = BlockSource(requests_address, os.getpid()) if is_prompt_engine else None
         engine = LLMEngine(engine_config, world, prompts_at)
         hand_over = BlockHandOver(engine.scheduler, engine.kv_cache, engine.stream, context, requests_address)
@@ -233,11 +234,9 @@ def main() -> int:
             ranks.close()
     except Exception as error:
         logger.exception("the engine cannot go on")
-        shown = (
-            str(error)
-            if isinstance(error, DeepInferError)
-            else "INTERNAL: the engine failed; its log has the traceback"
-        )
+        shown = "the engine failed; its log has the traceback"
+        if isinstance(error, DeepInferError):
+            shown = error.message if isinstance(error, EngineError) else str(error)
         clients.send_all(EngineFailed(shown))
         return 1
     finally:

@@ -200,7 +200,7 @@ class ChildEngineClient(_RemoteEngineClient):
         try:
             self._watch(self._process.pid)
             place = _place(config, rank, rendezvous or folder / _RENDEZVOUS)
-            lines = [config.model_dump_json(), json.dumps(place), json.dumps(rank < config.num_prompt_engines)]
+            lines = [config.model_dump_json(), json.dumps(place), json.dumps(rank)]
             self._process.stdin.write("".join(f"{line}\n" for line in lines).encode())
             self._process.stdin.flush()
             self.info = self._wait_until_ready()

@@ -296,6 +296,7 @@ class LLMEngine:
             num_accepted_draft_tokens=scheduler.num_accepted_draft_tokens,
             num_accepted_by_position=scheduler.num_accepted_by_position.tolist(),
             num_steps=self._num_steps,
+            num_engines=1,
         )
 
     def close(self) -> None:

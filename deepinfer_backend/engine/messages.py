@@ -159,6 +159,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_accepted_draft_tokens: int = 0
     num_accepted_by_position: list[int] = []
     num_steps: int = 0
+    num_engines: int = 0
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """Of two engines of one model in all, or of two that were there one after the other: then of the counters."""

@@ -66,8 +66,11 @@ class EngineRanks:
 
     def check_available(self) -> None:
         """Raises UnavailableError while there is no engine, or none that decodes."""
-        if not self._router.decoding(self.available()):
-            self._supervisors[-1].check_available()
+        if self._router.decoding(self.available()):
+            return
+        decoding = [self._supervisors[rank] for rank in self._router.decoding(range(len(self._supervisors)))]
+        # As long as one comes back, that is what clients are told.
+        min(decoding, key=EngineSupervisor.is_given_up).check_available()
 
     def add_request(self, request: EngineRequest) -> None:
         """Raises UnavailableError while there is no engine to take it."""
@@ -110,6 +113,7 @@ class EngineRanks:
     def _start_rank(self, rank: int) -> EngineSupervisor:
         return EngineSupervisor(
             partial(self._start_engine, rank),
+            name=f"engine {rank}",
             on_outputs=partial(self._take_outputs, rank),
             on_death=partial(self._answer_for, rank),
             on_failed=partial(self._give_up, rank),
@@ -159,4 +163,4 @@ class EngineRanks:
         if is_last:
             self._on_failed()
         else:
-            logger.error("rank %d is given up; the others go on", rank)
+            logger.error("the model's other engines go on without engine %d", rank)

@@ -71,11 +71,13 @@ class EngineSupervisor:
         self,
         start_engine: Callable[[], EngineClient],
         *,
+        name: str,
         on_outputs: Callable[[EngineOutputs], None],
         on_death: Callable[[EngineDeadError], None],
         on_failed: Callable[[], None],
     ) -> None:
-        """Starts the first engine; raises what that raises."""
+        """Starts the first engine; raises what that raises. name: in the log."""
+        self._name = name
         self._start_engine = start_engine
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -132,6 +134,9 @@ class EngineSupervisor:
         if state is not EngineState.RUNNING:
             raise UnavailableError(_UNAVAILABLE_BECAUSE[state])
 
+    def is_given_up(self) -> bool:
+        return self._state is EngineState.FAILED
+
     def is_available(self) -> bool:
         """Whether there is an engine."""
         return self._state is EngineState.RUNNING
@@ -151,7 +156,9 @@ class EngineSupervisor:
             try:
                 outputs = self._client.get_outputs(_POLL_TIMEOUT_S)
                 if self._watchdog.is_stuck(outputs):
-                    logger.error("no step within %g s: the engine is stuck and is ended", self._watchdog.timeout_s)
+                    logger.error(
+                        "%s: no step within %g s: it is stuck and is ended", self._name, self._watchdog.timeout_s
+                    )
                     with self._lock:
                         self._state = EngineState.RESTARTING
                     self._client.kill()
@@ -160,10 +167,10 @@ class EngineSupervisor:
             except Exception as error:
                 if self._stopping.is_set():
                     return
-                death = (
-                    error if isinstance(error, EngineDeadError) else EngineDeadError("the engine's answer is garbled")
-                )
-                logger.error("the engine has ended: %s", error, exc_info=not isinstance(error, EngineDeadError))
+                death = error
+                if not isinstance(death, EngineDeadError):
+                    death = EngineDeadError("the engine's answer is garbled")
+                logger.error("%s has ended: %s", self._name, death.message, exc_info=death is not error)
                 if not self._replace_engine(death):
                     return
 
@@ -179,20 +186,23 @@ class EngineSupervisor:
                 with self._lock:
                     self._state = EngineState.FAILED
                 logger.error(
-                    "giving up: %d engine restarts within %.0f s", self._restart_budget.max_restarts, RESTART_WINDOW_S
+                    "%s is given up: %d restarts within %.0f s",
+                    self._name,
+                    self._restart_budget.max_restarts,
+                    RESTART_WINDOW_S,
                 )
                 self._on_failed()
                 return False
             try:
                 client = self._start_engine()
             except Exception:
-                logger.exception("the engine does not start")
+                logger.exception("%s does not start", self._name)
                 delay_s = min(max(2 * delay_s, _FIRST_RETRY_DELAY_S), _MAX_RETRY_DELAY_S)
                 continue
             with self._lock:
                 self._watchdog = _Watchdog(self._watchdog.timeout_s)
                 self._client, self.info, self._state = client, client.info, EngineState.RUNNING
-            logger.warning("a new engine is running")
+            logger.warning("%s is running again", self._name)
             return True
         return False
 

@@ -104,6 +104,8 @@ ENGINE_FAMILIES = (
     _engine_gauge("deepinfer_requests_running", "Sequences in the engine's running batch.", lambda s: s.num_running),
     _engine_gauge("deepinfer_requests_waiting", "Sequences that wait for their prefill.", lambda s: s.num_waiting),
     _engine_gauge("deepinfer_kv_cache_usage_ratio", "Share of KV-cache blocks in use, 0 to 1.", _usage),
+    _engine_gauge("deepinfer_engines_running", "Of the model's engines, those that run.", lambda s: s.num_engines),
+    _engine_counter("deepinfer_engine_starts_total", "Engines started, those again too.", lambda s: s.num_engines),
     _engine_counter("deepinfer_prompt_tokens_total", "Prompt tokens taken in.", lambda s: s.num_prompt_tokens),
     _engine_counter(
         "deepinfer_cached_prompt_tokens_total",

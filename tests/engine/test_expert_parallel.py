@@ -90,7 +90,10 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused(random_model: Callab
     ("arguments", "message"),
     [
         ({}, "data_parallel_size must be over 1"),
-        ({"data_parallel_size": 2, "data_parallel_lockstep": False}, "data_parallel_lockstep not false"),
+        (
+            {"data_parallel_size": 2, "data_parallel_lockstep": False},
+            "data_parallel_lockstep must be true, or",
+        ),
         ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
         ({"data_parallel_size": 2, "lora_modules": {"a": "/nowhere"}}, "lora_modules empty"),
     ],

@@ -93,6 +93,22 @@ def test_with_all_ranks_gone_nothing_is_taken_and_the_model_is_given_up() -> Non
         assert_failed(request, TritonError.UNAVAILABLE, "failed too often")
 
 
+def test_clients_are_told_of_a_restart_as_long_as_one_engine_comes_back() -> None:
+    with ranks(2, max_engine_restarts=1) as (frontend, starter, engines):
+        supervisors = frontend._ranks._supervisors
+        doomed: Any = supervisors[1]._client
+        doomed.die()
+        starter.next().die()
+        wait_until(supervisors[1].is_given_up, 5, "one is given up")
+        starter.may_start.clear()
+        next(engine for engine in engines if engine is not doomed).die()
+        wait_until(lambda: not frontend.is_available(), 5, "the other one has ended")
+        (request,) = send(frontend, 1)
+        assert_failed(request, TritonError.UNAVAILABLE, "restarting; try again")
+        starter.may_start.set()
+        starter.next()
+
+
 def test_with_one_rank_given_up_the_others_go_on() -> None:
     with ranks(2, max_engine_restarts=0) as (frontend, starter, engines):
         engines[0].die()

@@ -52,7 +52,11 @@ class Supervised:
         self.deaths: list[EngineDeadError] = []
         self.gave_up = threading.Event()
         self.supervisor = EngineSupervisor(
-            self._start, on_outputs=lambda outputs: None, on_death=self._note_death, on_failed=self.gave_up.set
+            self._start,
+            name="engine 0",
+            on_outputs=lambda outputs: None,
+            on_death=self._note_death,
+            on_failed=self.gave_up.set,
         )
         self.supervisor.start()
 
