@@ -57,5 +57,6 @@ void bind_step_arrays(py::module_& m);
 void bind_batch(py::module_& m);
 void bind_outputs(py::module_& m);
 void bind_scheduler(py::module_& m);
+void bind_process_end(py::module_& m);
 
 }  // namespace deepinfer

@@ -18,4 +18,5 @@ PYBIND11_MODULE(_core, m) {
   deepinfer::bind_batch(m);
   deepinfer::bind_outputs(m);
   deepinfer::bind_scheduler(m);
+  deepinfer::bind_process_end(m);
 }

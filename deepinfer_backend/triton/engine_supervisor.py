@@ -157,7 +157,7 @@ class EngineSupervisor:
                 outputs = self._client.get_outputs(_POLL_TIMEOUT_S)
                 if self._watchdog.is_stuck(outputs):
                     logger.error(
-                        "%s: no step within %g s: it is stuck and is ended", self._name, self._watchdog.timeout_s
+                        "%s is stuck, without a step for %g s, and is ended", self._name, self._watchdog.timeout_s
                     )
                     with self._lock:
                         self._state = EngineState.RESTARTING

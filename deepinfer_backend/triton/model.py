@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend
+from deepinfer_backend.triton.frontend_registry import FrontendEntry, register_frontend, report_failed_start
 from deepinfer_backend.triton.model_config import check_instances, complete_config, place_instance
 from deepinfer_backend.triton.stub_exit import exit_quickly
 from deepinfer_backend.triton.stub_logging import set_up_logging
@@ -43,6 +43,14 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Blocks until the engine is ready; raises with the engine's own message if it cannot start."""
         set_up_logging(args["model_name"])
+        try:
+            self._frontend = self._start(args)
+        except Exception as error:
+            report_failed_start(args["model_name"], error)
+            raise
+        self._entry = register_frontend(args["model_name"])
+
+    def _start(self, args: Mapping[str, str]) -> Frontend:
         from deepinfer_backend.triton.start import start_frontend
         from deepinfer_backend.triton.vllm_arguments import load_engine_arguments
 
@@ -50,7 +58,7 @@ class TritonPythonModel:
         check_instances(model_config)
         arguments = load_engine_arguments(Path(args["model_repository"], args["model_version"]))
         kind, device_id = place_instance(model_config, args["model_instance_kind"], args["model_instance_device_id"])
-        self._frontend = start_frontend(
+        return start_frontend(
             arguments,
             model_name=args["model_name"],
             model_version=args["model_version"],
@@ -58,7 +66,6 @@ class TritonPythonModel:
             device_id=device_id,
             interface=self.wire_interface(model_config),
         )
-        self._entry = register_frontend(args["model_name"])
 
     def execute(self, requests: list[Any]) -> None:
         self._frontend.accept(requests)

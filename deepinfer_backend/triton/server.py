@@ -20,7 +20,12 @@ from types import TracebackType
 from typing import IO, Self
 
 from deepinfer_backend.errors import EngineError, UnavailableError
-from deepinfer_backend.triton.frontend_registry import FRONTENDS_FOLDER_VARIABLE, DeadFrontend, find_dead_frontends
+from deepinfer_backend.triton.frontend_registry import (
+    FRONTENDS_FOLDER_VARIABLE,
+    DeadFrontend,
+    find_dead_frontends,
+    read_failed_starts,
+)
 from deepinfer_backend.triton.server_layout import find_server
 from deepinfer_backend.triton.shutdown_signal import (
     DEFAULT_DRAIN_TIMEOUT_S,
@@ -136,7 +141,9 @@ class TritonServer:
         while not self.is_ready():
             status = self.poll()
             if status is not None:
-                raise EngineError(f"tritonserver ended with status {status} before it was ready{self._log_tail()}")
+                what = f"tritonserver ended with status {status} before it was ready"
+                reasons = "".join(f"; {reason}" for reason in read_failed_starts(self._frontends_folder))
+                raise EngineError(f"{what}{self._log_tail()}{reasons}")
             if time.monotonic() > deadline_s:
                 raise UnavailableError(f"tritonserver is not ready after {timeout_s:g} s{self._log_tail()}")
             time.sleep(_POLL_INTERVAL_S)

@@ -11,15 +11,14 @@ any client's, is false from its first moment. A server without HTTP, or whose re
 from __future__ import annotations
 
 import os
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
 
+from deepinfer_backend._core import end_process_with
 from deepinfer_backend.triton.listeners import Listener, ListenerFinder
 
 DRAIN_FILE_VARIABLE = "DEEPINFER_DRAIN_FILE"
@@ -165,17 +164,12 @@ def drain_timeout_s() -> float:
 
 
 def end_with_server() -> None:
-    """Ends this process as soon as its parent has: a stub whose server crashed hangs in its calls to it.
+    """Ends this process as soon as its parent has: a stub whose server crashed hangs in its calls to it, perhaps with
+    the interpreter's lock.
 
     The engine ends with the stub, by the pipe between them.
     """
-    server = os.pidfd_open(os.getppid())
-
-    def wait_for_end() -> None:
-        select.select([server], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end, name="deepinfer-server-death", daemon=True).start()
+    end_process_with(os.pidfd_open(os.getppid()))
 
 
 class _Answer(Enum):

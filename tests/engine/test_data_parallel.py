@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,6 @@ def parallel(model: Path, num_ranks: int, **engine_args: Any) -> LLM:
 
 
 LOCKSTEP = {"data_parallel_lockstep": True}
-NUM_EVENTS = 150
-DRAIN_LIMIT_S = 30.0
 
 
 @pytest.mark.parametrize(
@@ -90,51 +86,6 @@ def test_ranks_with_no_one_and_forty_requests_make_the_same_steps(model: Path, z
 def steps_made(client: Any) -> set[int]:
     """By each rank, as far as it has told."""
     return {stats.num_steps for stats in client._stats.values()}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("zero_overhead_scheduling", [True, False], ids=["zos", "no zos"])
-def test_ranks_in_lockstep_never_wait_for_each_other_for_ever(
-    model: Path, zero_overhead_scheduling: bool, seed: int
-) -> None:
-    """Requests come and are aborted at random moments, so that now and then a rank, or every one, has nothing to do."""
-    chance, oracle = random.Random(seed), TransformersOracle(model)
-    kept: dict[str, list[int]] = defaultdict(list)
-    aborted: set[str] = set()
-    prompts: dict[str, tuple[list[int], int]] = {}
-    with parallel(model, 3, **LOCKSTEP, zero_overhead_scheduling=zero_overhead_scheduling) as llm:
-        client: Any = llm._client
-        unfinished: set[str] = set()
-
-        def take(timeout_s: float) -> None:
-            round_ = client.get_outputs(timeout_s)
-            for output in round_.outputs if round_ is not None else []:
-                kept[output.request_id].append(output.token_id)
-                if output.finished:
-                    unfinished.discard(output.request_id)
-                    client.forget_request(output.request_id)
-
-        for index in range(NUM_EVENTS):
-            request_id, prompt, limit = f"{index}", [chance.randrange(3, 500)], chance.choice([1, 5, 40])
-            if chance.random() < 0.7:
-                prompts[request_id] = prompt, limit
-                unfinished.add(request_id)
-                params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
-                client.add_request(EngineRequest(request_id, np.array(prompt, np.int32), params))
-            elif unfinished:
-                chosen = chance.choice(sorted(unfinished))
-                aborted.add(chosen)
-                unfinished.discard(chosen)
-                client.abort_requests([chosen])
-            take(chance.choice([0.0, 0.0, 0.02, 0.1]))
-        deadline_s = time.monotonic() + DRAIN_LIMIT_S
-        while unfinished:
-            assert time.monotonic() < deadline_s, f"no end of {sorted(unfinished)}"
-            take(0.5)
-        wait_until(lambda: client.get_outputs(1.0) and len(steps_made(client)) == 1, 5, "all made the same steps")
-    for request_id, (prompt, limit) in prompts.items():
-        if request_id not in aborted:
-            assert kept[request_id] == oracle.greedy(prompt, limit, ignore_eos=True)
 
 
 def test_requests_without_a_seed_draw_apart_and_those_with_one_alike(model: Path) -> None:

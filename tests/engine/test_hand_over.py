@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,8 +37,6 @@ from tests.support.oracle import TransformersOracle
 from tests.support.triton_server import wait_until
 
 RandomModel = Callable[[str], ModelAndCases]
-NUM_EVENTS = 150
-DRAIN_LIMIT_S = 30.0
 PROMPT = list(range(5, 105))
 
 
@@ -130,49 +125,6 @@ def test_a_draft_model_goes_on_with_what_was_handed_over(random_model: RandomMod
         stats: Any = llm._client._stats  # type: ignore[attr-defined]
         assert stats[1].num_accepted_draft_tokens > 0
     assert [[output.token_id for output in result] for result in results] == expected
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_arrivals_and_aborts_leave_nothing_behind(random_model: RandomModel, seed: int) -> None:
-    path, _, _ = random_model("llama")
-    chance, oracle = random.Random(seed), TransformersOracle(path)
-    kept: dict[str, list[int]] = defaultdict(list)
-    aborted: set[str] = set()
-    prompts: dict[str, tuple[list[int], int]] = {}
-    with split(path, 1, 2, num_gpu_blocks_override=24) as llm:
-        client: Any = llm._client
-        unfinished: set[str] = set()
-
-        def take(timeout_s: float) -> None:
-            round_ = client.get_outputs(timeout_s)
-            for output in round_.outputs if round_ is not None else []:
-                kept[output.request_id].append(output.token_id)
-                if output.finished:
-                    unfinished.discard(output.request_id)
-                    client.forget_request(output.request_id)
-
-        for index in range(NUM_EVENTS):
-            length, limit = chance.choice([1, 15, 16, 17, 100]), chance.choice([1, 2, 5, 40])
-            if chance.random() < 0.7:
-                prompt = [chance.randrange(3, 500) for _ in range(length)]
-                prompts[f"{index}"] = prompt, limit
-                unfinished.add(f"{index}")
-                params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
-                client.add_request(EngineRequest(f"{index}", np.array(prompt, np.int32), params))
-            elif unfinished:
-                chosen = chance.choice(sorted(unfinished))
-                aborted.add(chosen)
-                unfinished.discard(chosen)
-                client.abort_requests([chosen])
-            take(chance.choice([0.0, 0.0, 0.01, 0.05]))
-        deadline_s = time.monotonic() + DRAIN_LIMIT_S
-        while unfinished:
-            assert time.monotonic() < deadline_s, f"no end of {sorted(unfinished)}"
-            take(0.5)
-        check_nothing_is_left(llm)
-    for request_id, (prompt, limit) in prompts.items():
-        if request_id not in aborted:
-            assert kept[request_id] == oracle.greedy(prompt, limit, ignore_eos=True)
 
 
 @dataclass

@@ -112,7 +112,9 @@ def test_a_config_that_this_model_cannot_be_is_refused(fields: dict[str, object]
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(EngineError) as error, running_server(tmp_path, {"deepinfer": arguments}):
         pass
-    assert message in str(error.value)
+    assert (
+        "; model deepinfer: " in str(error.value) and message in str(error.value).rpartition("; model deepinfer: ")[2]
+    )
     assert "+---" not in str(error.value), "what went well is no help"
 
 
