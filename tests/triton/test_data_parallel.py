@@ -18,6 +18,7 @@ KNOWN = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
 LONG = {**KNOWN, "max_tokens": 1900}
 NUM_REQUESTS = 12
 SERVE_AGAIN_LIMIT_S = 60.0
+INTERMEDIATE_SIZE = 32_768  # steps of some ms: a long request is not over when the last one of them has begun
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def texts() -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, list[int]]) -> Iterator[TritonServer]:
     folder = tmp_path_factory.mktemp("ranks")
-    model = make_tiny_text_model(folder)
+    model = make_tiny_text_model(folder, intermediate_size=INTERMEDIATE_SIZE)
     oracle, tokenizer = TransformersOracle(model), byte_tokenizer()
     for index in range(NUM_REQUESTS):
         prompt = f"{index}: the sea"
