@@ -194,7 +194,7 @@ def test_optional_outputs_come_exactly_when_asked_for(
     # Both ways to not ask: false, and silence.
     flags: dict[str, Any] = {flag: name in names for name, flag in FLAGS.items() if name in names or len(names) % 2}
     responses = ask(protocol, server, {**GREEDY, "logprobs": 1, "ignore_eos": True}, stream=stream, **flags)
-    assert len(responses) > 1 if stream else len(responses) == 1
+    assert responses and (stream or len(responses) == 1)  # of a slow sender a stream has few, longer ones
     for response in responses:
         assert response.keys() & FLAGS.keys() == names
     check_finish_reasons(responses, names)

@@ -343,7 +343,7 @@ def test_optional_outputs_come_exactly_when_asked_for(
     # Both ways to not ask: false, and silence.
     inputs: dict[str, Any] = {flag: flag in flags for flag in FLAGS if flag in flags or len(flags) % 2}
     responses = ask(server, "ensemble", protocol, stream=stream, **inputs)
-    assert len(responses) > 1 if stream else len(responses) == 1
+    assert responses and (stream or len(responses) == 1)  # of a slow sender a stream has few, longer ones
     asked = {name for flag in flags for name in FLAGS[flag]}
     for response in responses:
         assert response.keys() == {"text_output", "batch_index", "sequence_index"} | asked
