@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -318,28 +319,18 @@ class LLMEngine:
 
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
         params, prompt, prompted = request.sampling_params, request.prompt_token_ids, request.prompted
-        options = sampling_options(request, lora_id, self._eos_token_ids, self._seeds)
-        cache_salt = _cache_salt(lora_id, params.cache_salt)
+        add_seq = self.scheduler.add_seq
+        if prompted is not None:
+            add_seq = partial(self.scheduler.add_prompted_seq, prompted=prompted_sequence(prompted))
         try:
-            if prompted is None:
-                seq_id = self.scheduler.add_seq(
-                    request.request_id,
-                    prompt,
-                    options,
-                    priority=request.priority,
-                    cache_salt=cache_salt,
-                    client_index=request.client_index,
-                )
-            else:
-                seq_id = self.scheduler.add_prompted_seq(
-                    request.request_id,
-                    prompt,
-                    prompted_sequence(prompted),
-                    options,
-                    priority=request.priority,
-                    cache_salt=cache_salt,
-                    client_index=request.client_index,
-                )
+            seq_id = add_seq(
+                request.request_id,
+                prompt,
+                options=sampling_options(request, lora_id, self._eos_token_ids, self._seeds),
+                priority=request.priority,
+                cache_salt=_cache_salt(lora_id, params.cache_salt),
+                client_index=request.client_index,
+            )
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         if is_tracked(request):

@@ -116,7 +116,12 @@ def test_after_a_stream_that_was_left_and_a_bad_prompt_the_next_is_right(model: 
 
 
 def test_a_rank_that_dies_is_an_error_and_no_process_stays(model: Path) -> None:
-    with parallel(model, 2) as llm:
+    check_death_of_a_rank(parallel(model, 2))
+
+
+def check_death_of_a_rank(opened: LLM) -> None:
+    """Closes it, too."""
+    with opened as llm:
         pids = llm._client.process_ids  # type: ignore[attr-defined]
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineDeadError):

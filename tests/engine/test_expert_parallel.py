@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ import pytest
 
 from deepinfer_backend import LLM, SamplingParams
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.errors import ConfigError, EngineDeadError, EngineError
+from deepinfer_backend.errors import ConfigError, EngineError
+from tests.engine.test_data_parallel import check_death_of_a_rank
 from tests.engine.test_same_tokens import ModelAndCases
 from tests.support.models import make_random_model
 
@@ -62,16 +61,7 @@ def test_one_request_is_computed_with_the_experts_of_all_ranks(random_model: Cal
 
 def test_a_rank_that_dies_is_an_error_and_no_process_stays(random_model: Callable[[str], ModelAndCases]) -> None:
     path, _, _ = random_model("mixtral")
-    with sharing_experts(path, 2) as llm:
-        pids = llm._client.process_ids  # type: ignore[attr-defined]
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineDeadError):
-            llm.generate(
-                prompt_token_ids=[[5, 6, 7]] * 4,
-                sampling_params=SamplingParams(max_tokens=400, ignore_eos=True),
-                use_tqdm=False,
-            )
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    check_death_of_a_rank(sharing_experts(path, 2))
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

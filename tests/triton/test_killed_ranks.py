@@ -18,20 +18,16 @@ import pytest
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.triton.server import TritonServer
-from tests.support.oracle import TransformersOracle
+from tests.support.known_answer import LONG, expected_answer, is_idle, known_answer, start_long_streams
 from tests.support.processes import command_line
-from tests.support.tiny_text_model import byte_tokenizer, make_tiny_text_model
-from tests.support.triton_client import GrpcRequest, Response, stream_error
-from tests.support.triton_server import read_metrics, running_server, wait_until
+from tests.support.tiny_text_model import make_tiny_text_model
+from tests.support.triton_client import Response, stream_error
+from tests.support.triton_server import running_server, wait_until
 
 NUM_KILLS = int(os.environ.get("DEEPINFER_NUM_KILLS", "3"))
 NUM_STREAMS = 8
-PROMPT = "the sea"
-KNOWN = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
-LONG = {**KNOWN, "max_tokens": 1900}
 LATEST_KILL_S = 1.5  # after the requests were sent
 SERVES_AGAIN_LIMIT_S = 60.0
-GAUGES = ("deepinfer_requests_running", "deepinfer_requests_waiting", "deepinfer_kv_cache_usage_ratio")
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "two engines": ("llama", {"data_parallel_size": 2}),
@@ -54,7 +50,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     family, layout = LAYOUTS[request.param]
     model = make_tiny_text_model(tmp_path, family)
-    known = TransformersOracle(model).greedy(byte_tokenizer()(PROMPT)["input_ids"], 100, ignore_eos=True)
+    known = expected_answer(model)
     arguments = {
         "model": str(model),
         "dtype": "float32",
@@ -76,28 +72,19 @@ def test_every_request_has_one_end_and_all_are_back(served: Served) -> None:
             lambda: len(rank_process_ids(server)) == served.num_processes, SERVES_AGAIN_LIMIT_S, "all ranks are there"
         )
         wait_until(lambda: known_answer(server) == served.known, SERVES_AGAIN_LIMIT_S, "it serves")
-        requests = [
-            GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=LONG) for _ in range(NUM_STREAMS)
-        ]
+        requests = start_long_streams(server, NUM_STREAMS)
         time.sleep(chance.uniform(0, LATEST_KILL_S))
         os.kill(chance.choice(rank_process_ids(server)), signal.SIGKILL)
         for request in requests:
             check_end(request.result())
     wait_until(lambda: known_answer(server) == served.known, SERVES_AGAIN_LIMIT_S, "it serves")
-    wait_until(lambda: all(read_metrics(server)[name] == 0 for name in GAUGES), 5, "nothing is left")
+    wait_until(lambda: is_idle(server), 5, "nothing is left")
 
 
 def rank_process_ids(server: TritonServer) -> list[int]:
     """Of engines and of their further ranks."""
     names = (b"deepinfer_backend.engine", b"deepinfer_backend.worker")
     return [pid for pid in server.process_ids() if any(name in command_line(pid) for name in names)]
-
-
-def known_answer(server: TritonServer) -> list[int] | None:
-    responses = GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=KNOWN).result()
-    if responses[-1].error is not None:
-        return None
-    return [token for response in responses for token in response.token_ids]
 
 
 def check_end(responses: list[Response]) -> None:

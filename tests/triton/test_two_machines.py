@@ -18,19 +18,15 @@ import pytest
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.errors import ConfigError
 from deepinfer_backend.triton.server import TritonServer
-from tests.support.oracle import TransformersOracle
+from tests.support.known_answer import expected_answer, is_idle, known_answer, start_long_streams
 from tests.support.processes import children_of
-from tests.support.tiny_text_model import byte_tokenizer, make_tiny_text_model
-from tests.support.triton_client import GrpcRequest, stream_error
-from tests.support.triton_server import free_ports, read_metrics, running_server, wait_until
+from tests.support.tiny_text_model import make_tiny_text_model
+from tests.support.triton_client import stream_error
+from tests.support.triton_server import free_ports, running_server, wait_until
 
-PROMPT = "the sea"
-KNOWN = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
-LONG = {**KNOWN, "max_tokens": 1900}
 ANSWERED_LIMIT_S = 10.0
 SERVES_AGAIN_LIMIT_S = 90.0
 OWN_ADDRESS, OTHER_ADDRESS = "10.213.77.1", "10.213.77.2"
-GAUGES = ("deepinfer_requests_running", "deepinfer_requests_waiting", "deepinfer_kv_cache_usage_ratio")
 
 
 def ip(*arguments: str) -> None:
@@ -79,20 +75,14 @@ class Served:
     torchrun: subprocess.Popen[bytes]
     known: list[int]
 
-    def answer(self) -> list[int] | None:
-        responses = GrpcRequest(self.server, text_input=PROMPT, stream=True, sampling_parameters=KNOWN).result()
-        if responses[-1].error is not None:
-            return None
-        return [token for response in responses for token in response.token_ids]
-
     def wait_until_it_serves(self) -> None:
-        wait_until(lambda: self.answer() == self.known, SERVES_AGAIN_LIMIT_S, "it serves")
+        wait_until(lambda: known_answer(self.server) == self.known, SERVES_AGAIN_LIMIT_S, "it serves")
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     model, (port,) = make_tiny_text_model(tmp_path), free_ports(1)
-    known = TransformersOracle(model).greedy(byte_tokenizer()(PROMPT)["input_ids"], 60, ignore_eos=True)
+    known = expected_answer(model)
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
@@ -119,10 +109,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.mark.timeout(400)
 def test_a_pulled_cable_is_noticed_and_all_is_back_with_it(served: Served) -> None:
-    server = served.server
     served.wait_until_it_serves()
     for pulled_s in (0.0, 15.0):  # noticed while it is out, or by both ends only then
-        requests = [GrpcRequest(server, text_input=PROMPT, stream=True, sampling_parameters=LONG) for _ in range(8)]
+        requests = start_long_streams(served.server, 8)
         requests[0].wait_first()
         served.other.pull_cable()
         start_s = time.monotonic()
@@ -134,13 +123,13 @@ def test_a_pulled_cable_is_noticed_and_all_is_back_with_it(served: Served) -> No
         start_s = time.monotonic()
         served.wait_until_it_serves()
         print(f"serves {time.monotonic() - start_s:.1f} s after it was plugged in")
-    wait_until(lambda: all(read_metrics(server)[name] == 0 for name in GAUGES), 5, "nothing is left")
+    wait_until(lambda: is_idle(served.server), 5, "nothing is left")
 
 
 @pytest.mark.timeout(400)
 def test_a_rank_of_the_other_machine_that_is_killed_is_started_again(served: Served) -> None:
     served.wait_until_it_serves()
-    requests = [GrpcRequest(served.server, text_input=PROMPT, stream=True, sampling_parameters=LONG) for _ in range(4)]
+    requests = start_long_streams(served.server, 4)
     requests[0].wait_first()
     (rank,) = children_of(served.torchrun.pid)
     os.kill(rank, signal.SIGKILL)
