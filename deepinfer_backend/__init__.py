@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_backend.torchvision_ops import make_torchvision_importable
+
 if TYPE_CHECKING:
     from deepinfer_backend._core import RequestOutput
     from deepinfer_backend.llm import LLM
@@ -18,6 +20,9 @@ _HOMES = {
     "RequestOutput": "deepinfer_backend._core",
     "SamplingParams": "deepinfer_backend.sampling_params",
 }
+
+
+make_torchvision_importable()
 
 
 def __getattr__(name: str) -> Any:

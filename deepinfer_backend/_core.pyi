@@ -31,7 +31,8 @@ class SamplingOptions:
     all but the first are forked when the prompt is computed; sequence i samples with `seed + i`. `num_logprobs`: how
     many of a step's likeliest tokens an output carries; -1 is none, and no log-probability of its own. Steps give
     logits for each token of the prompt with `prompt_logprobs`. `is_tracked`: the Worker keeps a state for each of its
-    sequences. `is_beam`: sequences are held after each step, until `append_token`. `lora_id`: 0 is none.
+    sequences. `is_beam`: sequences are held after each step, until `append_token`. `lora_id`, and `media_id` of the
+    images and videos in the prompt: 0 is none.
 
     Raises:
         ValueError: a value is out of its range; among them `min_tokens` above `max_tokens`.
@@ -56,6 +57,7 @@ class SamplingOptions:
         is_tracked: bool = False,
         is_beam: bool = False,
         lora_id: int = 0,
+        media_id: int = 0,
     ) -> None: ...
 
 @final
@@ -224,6 +226,8 @@ class SchedulerOutputs:
     tracked_rows: NDArray[np.int32]  # [num_tracked] which of the sequences that sample are tracked, ascending
     tracked_seq_ids: NDArray[np.int64]  # [num_tracked]
     prompt_logits: NDArray[np.int64]  # [num_spans, 3] (sequence, first position, number of tokens), in order of rows
+    # [num_media_rows, 4] of the sequences with media: (media_id, first of the step's tokens, its position, how many)
+    media_rows: NDArray[np.int64]
     # [num_sampled] how many of its last tokens, the new one included, the drafter computes to propose what follows; it
     # knows those before. 0: it proposes nothing, or has no model.
     draft_query_lens: NDArray[np.int32]
@@ -327,13 +331,17 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str = "",
         client_index: int = 0,
+        uncut_spans: list[tuple[int, int]] = ...,
     ) -> int:
         """Puts a new sequence into `waiting` and returns its id. A lower `priority` value goes first.
 
-        cache_salt: only sequences with the same share cached blocks. client_index: whose outputs `pack` puts together.
+        prompt_token_ids: a negative one stands for a place in an image or a video; what it names to the prefix cache
+        must be that content alone. cache_salt: only sequences with the same share cached blocks. client_index: whose
+        outputs `pack` puts together. uncut_spans: (begin, end) of parts of the prompt within which no chunk ends.
 
         Raises:
-            ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use.
+            ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use; a span
+                exceeds a step, or there is one with `prompt_logprobs`.
         """
     def add_prompted_seq(
         self,

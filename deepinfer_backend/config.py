@@ -20,6 +20,9 @@ def _zero_overhead_scheduling_from_environment() -> bool:
     return os.environ.get("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1") != "0"
 
 
+_MAX_MEDIA_PER_PROMPT = {"image": 16, "video": 2}
+
+
 class EngineConfig(BaseModel):
     """The arguments of one engine.
 
@@ -154,6 +157,36 @@ class EngineConfig(BaseModel):
     max_message_bytes: int = Field(
         1_048_576, ge=1, description="The largest messages, tools or chat_template_kwargs input, in UTF-8."
     )
+    limit_mm_per_prompt: dict[str, int] = Field(
+        default_factory=lambda: dict(_MAX_MEDIA_PER_PROMPT),
+        description="The most images and videos of one request, by kind, such as "
+        '`{"image": 16, "video": 2}`; a kind that is left out keeps its default.',
+    )
+    max_media_bytes: int = Field(
+        268_435_456, ge=1, description="The largest images and videos of one request together, as they are sent."
+    )
+    max_image_pixels: int = Field(
+        67_108_864, ge=1, description="The most pixels of an image, or of a video's frame; looked at before decoding."
+    )
+    max_video_frames: int = Field(36_000, ge=1, description="The most frames of a video.")
+    num_video_frames: int = Field(
+        32, ge=1, le=4096, description="Frames of a video that the model is shown, at equal distances; all, if fewer."
+    )
+    media_timeout_s: float = Field(
+        30.0, gt=0.0, le=3600.0, description="Seconds that decoding and preprocessing a request's media may take."
+    )
+    num_media_workers: int = Field(
+        2, ge=1, le=256, description="Processes of each engine that decode and preprocess media, at low priority."
+    )
+    max_queued_media_bytes: int = Field(
+        1_073_741_824,
+        ge=1,
+        description="Bytes of media that may wait for these processes, more are refused at once; and of what they have "
+        "made of media that is not computed yet.",
+    )
+    media_cache_bytes: int = Field(
+        268_435_456, ge=0, description="Bytes of embeddings of images and videos that are kept, those used last."
+    )
     max_engine_restarts: int = Field(
         5, ge=0, le=1000, description="Engine restarts within ten minutes before the model gives up."
     )
@@ -196,7 +229,15 @@ class EngineConfig(BaseModel):
         10.0, ge=0.0, description="Seconds between two lines of statistics in the log; 0 turns them off."
     )
 
-    @field_validator("lora_modules", "speculative_config", mode="before")
+    @field_validator("limit_mm_per_prompt")
+    @classmethod
+    def _check_media_limits(cls, value: dict[str, int]) -> dict[str, int]:
+        for kind, limit in value.items():
+            if kind not in _MAX_MEDIA_PER_PROMPT or limit < 0:
+                raise ValueError(f"{kind} is {limit}: must be 0 or more, of image or video")
+        return {**_MAX_MEDIA_PER_PROMPT, **value}
+
+    @field_validator("lora_modules", "speculative_config", "limit_mm_per_prompt", mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
         return object_from_text(value)

@@ -9,18 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.engine_client import EngineClient, EngineOutputs, InprocEngineClient
-from deepinfer_backend.engine.input_processor import InputProcessor, Prompt
-from deepinfer_backend.engine.messages import EmbeddingParams, EngineRequest
+from deepinfer_backend.engine.input_processor import InputProcessor, Prompt, TextWithMedia
+from deepinfer_backend.engine.messages import EmbeddingParams, EngineRequest, MediaReady
 from deepinfer_backend.engine.output_processor import OutputProcessor
 from deepinfer_backend.engine.parallel_engines import ParallelEngineClient
-from deepinfer_backend.errors import DeepInferError, InvalidRequestError
+from deepinfer_backend.errors import DeepInferError, InvalidRequestError, shown
+from deepinfer_backend.media.medium import Medium, from_object
 from deepinfer_backend.models.loader import load_tokenizer, resolve_tokenizer
+from deepinfer_backend.models.vision_families import KINDS
 from deepinfer_backend.outputs import Completion, CompletionSequence, TextDelta
 from deepinfer_backend.sampling_params import SamplingParams
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 _POLL_TIMEOUT_S = 1.0  # of engines in processes of their own
 
 Message = Mapping[str, Any]
+MultiModalData = Mapping[str, Any]
 Results = list[str] | list[list[str]] | list[str | list[str]] | list[list[RequestOutput]]
 
 
@@ -81,10 +86,14 @@ class LLM:
         prompts: str | Sequence[str] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
-        multi_modal_data: Any = None,
+        multi_modal_data: MultiModalData | Sequence[MultiModalData | None] | None = None,
         use_tqdm: bool = True,
     ) -> Results:
         """One result per prompt, in order: its text, or the list of its n texts where n is over 1.
+
+        multi_modal_data: of a prompt, or of each: its images and videos, by "image" and "video", one or a list; bytes,
+        paths, data URLs, arrays of uint8 [height, width, 3], PIL images, of a video also a list of these or an array
+        [num_frames, height, width, 3]. In the prompt the model's own placeholders stand for them.
 
         With `decode_sequence=False` a result is the prompt's RequestOutputs, as they came; those of several sequences
         are told apart by `sequence_index`. `complete` takes the same and tells more.
@@ -93,26 +102,27 @@ class LLM:
             InvalidRequestError: names the index of the first bad prompt; no work was started.
             EngineError: a step failed.
         """
-        if multi_modal_data is not None:
-            raise InvalidRequestError("multi_modal_data: not supported")
-        return self._results(self._requests(_prompts(prompts, prompt_token_ids), sampling_params), use_tqdm)
+        given = _prompts(prompts, prompt_token_ids, multi_modal_data)
+        return self._results(self._requests(given, sampling_params), use_tqdm)
 
     def complete(
         self,
         prompts: str | Sequence[str] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        multi_modal_data: MultiModalData | Sequence[MultiModalData | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
         """One Completion per prompt, in order: every sequence with its text, tokens, log-probabilities and end.
 
-        Either prompts or prompt_token_ids. sampling_params: one for all prompts, or one each.
+        Either prompts or prompt_token_ids. sampling_params: one for all prompts, or one each. multi_modal_data: as
+        `generate` takes it.
 
         Raises:
             InvalidRequestError: names the index of the first bad prompt; no work was started.
             EngineError: a step failed.
         """
-        requests = self._requests(_prompts(prompts, prompt_token_ids), sampling_params)
+        requests = self._requests(_prompts(prompts, prompt_token_ids, multi_modal_data), sampling_params)
         return [_completion(request, deltas) for request, deltas, _ in self._run(requests, use_tqdm)]
 
     def chat(
@@ -125,6 +135,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Results:
         """`generate` for one conversation or several, through the model's own chat template.
+
+        A message's content is a text, or a list of parts: {"type": "text", "text": …}, {"type": "image", "image": …}
+        and {"type": "video", "video": …} with what `generate` takes, or {"type": "image_url", "image_url": {"url": …}}
+        with a data URL.
 
         tools, chat_template_kwargs: passed on to the template, for all conversations.
 
@@ -206,8 +220,9 @@ class LLM:
         """(request, its whole sequences in order, its outputs as they came) of each."""
         sequences: dict[str, dict[int, TextDelta]] = {request.request_id: {} for request in requests}
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+        prompts = {request.request_id: request for request in requests}
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as progress:
-            for delta, new_outputs in self._stream(requests):
+            for delta, new_outputs in self._stream(requests, prompts):
                 request_id = new_outputs[0].request_id
                 outputs[request_id] += new_outputs
                 if delta.sequence_index in sequences[request_id]:
@@ -218,15 +233,19 @@ class LLM:
                     progress.update()
         return [
             (
-                request,
+                prompts[request.request_id],
                 [delta for _, delta in sorted(sequences[request.request_id].items())],
                 outputs[request.request_id],
             )
             for request in requests
         ]
 
-    def _stream(self, requests: list[EngineRequest]) -> Iterator[tuple[TextDelta, list[RequestOutput]]]:
+    def _stream(
+        self, requests: list[EngineRequest], prompts: dict[str, EngineRequest] | None = None
+    ) -> Iterator[tuple[TextDelta, list[RequestOutput]]]:
         """Every delta of these requests with the outputs it was made of, at least one, until all have ended.
+
+        prompts: the requests by their ids, to be told what their media became.
 
         Whoever stops reading early, or an error, aborts the rest and leaves the engine drained.
         """
@@ -237,6 +256,12 @@ class LLM:
                 self._client.add_request(request)
             while unfinished:
                 round_outputs = self._next_round(unfinished)
+                for result in round_outputs.results:
+                    if prompts is not None and isinstance(result, MediaReady):
+                        token_ids = np.frombuffer(result.prompt_token_ids, np.int32)
+                        prompts[result.request_id] = msgspec.structs.replace(
+                            prompts[result.request_id], prompt_token_ids=token_ids
+                        )
                 processed = self._output_processor.process(round_outputs.outputs, round_outputs.results)
                 self._client.abort_requests(processed.request_ids_to_abort)
                 self._client.abort_sequences(processed.sequences_to_abort)
@@ -276,13 +301,50 @@ def _naming_prompt(index: int) -> Iterator[None]:
 
 
 def _prompts(
-    prompts: str | Sequence[str] | None, prompt_token_ids: Sequence[Sequence[int]] | None
-) -> Sequence[str] | Sequence[Sequence[int]]:
+    prompts: str | Sequence[str] | None,
+    prompt_token_ids: Sequence[Sequence[int]] | None,
+    multi_modal_data: MultiModalData | Sequence[MultiModalData | None] | None,
+) -> Sequence[Prompt]:
     if prompts is not None and prompt_token_ids is None:
-        return [prompts] if isinstance(prompts, str) else prompts
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        return texts if multi_modal_data is None else _with_media(texts, multi_modal_data)
+    if multi_modal_data is not None:
+        raise InvalidRequestError("multi_modal_data is set: must be left out without prompts")
     if prompts is None and prompt_token_ids is not None:
         return prompt_token_ids
     raise InvalidRequestError("need exactly one of prompts and prompt_token_ids")
+
+
+def _with_media(
+    texts: Sequence[str], multi_modal_data: MultiModalData | Sequence[MultiModalData | None]
+) -> list[Prompt]:
+    data = [multi_modal_data] if isinstance(multi_modal_data, Mapping) else multi_modal_data
+    if len(data) != len(texts):
+        raise InvalidRequestError(f"multi_modal_data has {len(data)} entries: must have {len(texts)}, one a prompt")
+    prompts: list[Prompt] = []
+    for index, (text, of_text) in enumerate(zip(texts, data, strict=True)):
+        with _naming_prompt(index):
+            media = _media_of(of_text or {})
+            prompts.append(TextWithMedia(text, media) if media else text)
+    return prompts
+
+
+def _media_of(data: MultiModalData) -> list[Medium]:
+    media = []
+    for kind in KINDS:
+        given = data.get(kind)
+        is_one = given is not None and (not isinstance(given, list) or _is_video_of_frames(kind, given))
+        values = [given] if is_one else given or []
+        media += [from_object(kind, f"{kind}.{number}", value) for number, value in enumerate(values)]
+    for name in data:
+        if name not in KINDS:
+            raise InvalidRequestError(f"multi_modal_data has {shown(name)}: must be one of {', '.join(KINDS)}")
+    return media
+
+
+def _is_video_of_frames(kind: str, given: list[Any]) -> bool:
+    """A list of images is one video, a list of anything else several."""
+    return kind == "video" and any(hasattr(each, "convert") or getattr(each, "ndim", 0) == 3 for each in given)
 
 
 def _completion(request: EngineRequest, deltas: list[TextDelta]) -> Completion:

@@ -1,4 +1,4 @@
-"""Dependencies point downward: triton → engine → worker → models → ops, and no torch in the core."""
+"""Dependencies point downward: triton → engine → worker → media → models → ops, and no torch in the core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["ops", "models", "worker", "engine", "triton"]
+LAYERS = ["ops", "models", "media", "worker", "engine", "triton"]
 IMPORT = re.compile(r"^\s*(?:from|import) deepinfer_backend\.(\w+)", re.MULTILINE)
 
 

@@ -202,7 +202,9 @@ def test_without_a_tokenizer_token_ids_go_in_and_come_out(llm: LLM, tokenizer: A
         ({}, "exactly one of prompts and prompt_token_ids"),
         ({"prompts": ["a"], "prompt_token_ids": [[5]]}, "exactly one of prompts and prompt_token_ids"),
         ({"prompts": ["a"], "sampling_params": [GREEDY, GREEDY]}, "sampling_params has 2 entries: must be one, or 1"),
-        ({"prompts": ["a"], "multi_modal_data": {"image": 1}}, "multi_modal_data: not supported"),
+        ({"prompts": ["a"], "multi_modal_data": {"image": 1}}, "prompt 0: image.0 is a int: must be bytes, a path"),
+        ({"prompts": ["a"], "multi_modal_data": [{}, {}]}, "multi_modal_data has 2 entries: must have 1, one a prompt"),
+        ({"prompt_token_ids": [[1]], "multi_modal_data": {}}, "multi_modal_data is set: must be left out"),
     ],
 )
 def test_bad_prompt_raises_before_any_work_and_names_its_index(

@@ -12,6 +12,14 @@ auto metadata_field(Field SequenceMetadata::* field) {
   return [field](const BoundMetadata& self) { return self.get().*field; };
 }
 
+// Rows that have `kColumns` numbers each, of which `first` is the first.
+template <py::ssize_t kColumns, typename Row, typename T>
+py::array_t<T> to_table(const std::vector<Row>& rows, T Row::* first) {
+  static_assert(sizeof(Row) == kColumns * sizeof(T));
+  return py::array_t<T>({static_cast<py::ssize_t>(rows.size()), kColumns},
+                        rows.empty() ? nullptr : &(rows.front().*first));
+}
+
 std::vector<std::pair<int32_t, py::array_t<int32_t>>> new_slots(const ScheduledBatch& batch) {
   std::vector<std::pair<int32_t, py::array_t<int32_t>>> result;
   for (const NewSlot& slot : batch.new_slots) {
@@ -76,28 +84,19 @@ void bind_batch(py::module_& m) {
       .def_property_readonly("tracked_rows", [](const ScheduledBatch& self) { return to_array(self.tracked_rows); })
       .def_property_readonly("tracked_seq_ids",
                              [](const ScheduledBatch& self) { return to_array(self.tracked_seq_ids); })
-      .def_property_readonly("prompt_logits",
-                             [](const ScheduledBatch& self) {
-                               static_assert(sizeof(PromptLogitsSpan) == 3 * sizeof(int64_t));
-                               const auto num_spans = static_cast<py::ssize_t>(self.prompt_logits.size());
-                               return py::array_t<int64_t>(
-                                   {num_spans, py::ssize_t{3}},
-                                   num_spans == 0 ? nullptr : &self.prompt_logits.front().seq_id);
-                             })
+      .def_property_readonly(
+          "prompt_logits",
+          [](const ScheduledBatch& self) { return to_table<3>(self.prompt_logits, &PromptLogitsSpan::seq_id); })
+      .def_property_readonly(
+          "media_rows", [](const ScheduledBatch& self) { return to_table<4>(self.media_rows, &MediaRow::media_id); })
       .def_property_readonly("draft_query_lens",
                              [](const ScheduledBatch& self) { return to_array(self.draft_query_lens); })
       .def_readonly("max_num_proposed", &ScheduledBatch::max_num_proposed)
       .def_property_readonly("new_slots", &new_slots)
       .def_readonly("num_preempted", &ScheduledBatch::num_preempted)
       .def_readonly("num_cached_tokens", &ScheduledBatch::num_cached_tokens)
-      .def_property_readonly("block_copies",
-                             [](const ScheduledBatch& self) {
-                               static_assert(sizeof(BlockCopy) == 2 * sizeof(int32_t));
-                               const auto num_copies = static_cast<py::ssize_t>(self.block_copies.size());
-                               return py::array_t<int32_t>(
-                                   {num_copies, py::ssize_t{2}},
-                                   num_copies == 0 ? nullptr : &self.block_copies.front().source);
-                             })
+      .def_property_readonly(
+          "block_copies", [](const ScheduledBatch& self) { return to_table<2>(self.block_copies, &BlockCopy::source); })
       .def(
           "write", [](const ScheduledBatch& self, const BoundStepArrays& arrays) { self.write(arrays.arrays); },
           "arrays"_a, ReleaseGil());

@@ -22,7 +22,7 @@ void bind_options(py::module_& m) {
       .def(py::init([](int64_t max_tokens, int64_t min_tokens, std::vector<int32_t> eos_token_ids,
                        std::vector<int32_t> stop_token_ids, bool ignore_eos, float temperature, int32_t top_k,
                        float top_p, float min_p, uint64_t seed, int32_t n, int32_t num_logprobs, bool prompt_logprobs,
-                       bool is_tracked, bool is_beam, int32_t lora_id) {
+                       bool is_tracked, bool is_beam, int32_t lora_id, int64_t media_id) {
              SamplingOptions options{max_tokens,
                                      min_tokens,
                                      std::move(eos_token_ids),
@@ -38,14 +38,15 @@ void bind_options(py::module_& m) {
                                      prompt_logprobs,
                                      is_tracked,
                                      is_beam,
-                                     lora_id};
+                                     lora_id,
+                                     media_id};
              options.validate();
              return options;
            }),
            py::kw_only(), "max_tokens"_a, "min_tokens"_a = 0, "eos_token_ids"_a = std::vector<int32_t>(),
            "stop_token_ids"_a = std::vector<int32_t>(), "ignore_eos"_a = false, "temperature"_a = 0.0f, "top_k"_a = 0,
            "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "n"_a = 1, "num_logprobs"_a = -1,
-           "prompt_logprobs"_a = false, "is_tracked"_a = false, "is_beam"_a = false, "lora_id"_a = 0);
+           "prompt_logprobs"_a = false, "is_tracked"_a = false, "is_beam"_a = false, "lora_id"_a = 0, "media_id"_a = 0);
 
   py::class_<SchedulerConfig>(m, "SchedulerConfig", py::is_final(), "Limits of the scheduler.")
       .def(py::init([](int64_t num_blocks, int64_t block_size, int64_t max_num_seqs, int64_t max_num_batched_tokens,

@@ -37,6 +37,7 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   block_copies.clear();
   metadata_.clear();
   prompt_logits.clear();
+  media_rows.clear();
   new_slots.clear();
   for (auto* values : {&token_ids_, &token_sources_, &query_start_loc_, &seq_lens_, &advance_slots_, &sample_start_loc_,
                        &sample_slots_, &top_k_, &lora_ids, &tracked_rows, &new_slot_tokens, &draft_query_lens}) {
@@ -71,9 +72,12 @@ void ScheduledBatch::add_row(Sequence& sequence, int64_t begin, int64_t end, int
 
   // In the device's state of a slot the last token in flight comes first, then the drafts for what follows.
   const int64_t first_source = int64_t{sequence.slot} * (1 + num_speculative_tokens_) - (num_tokens_with_inflight - 1);
+  if (sequence.options.media_id > 0) {
+    media_rows.push_back({sequence.options.media_id, num_tokens(), begin, draft_end - begin});
+  }
   for (int64_t position = begin; position < draft_end; ++position) {
     const bool known = position < sequence.num_tokens();
-    token_ids_.push_back(known ? sequence.tokens[position] : 0);
+    token_ids_.push_back(known ? std::max(sequence.tokens[position], 0) : 0);
     token_sources_.push_back(known ? kNoSlot : static_cast<int32_t>(first_source + position));
     positions_.push_back(position);
     const int64_t block = metadata.block_table[position / block_size_];
@@ -151,7 +155,7 @@ void ScheduledBatch::add_banned(const SamplingOptions& options, int64_t first_ro
 // No token of it is in flight, so that all are known.
 void ScheduledBatch::add_new_slot(const Sequence& sequence) {
   const size_t begin = new_slot_tokens.size();
-  new_slot_tokens.insert(new_slot_tokens.end(), sequence.tokens.begin(), sequence.tokens.end());
+  for (const int32_t token : sequence.tokens) new_slot_tokens.push_back(std::max(token, 0));
   new_slots.push_back({sequence.slot, begin, new_slot_tokens.size()});
 }
 

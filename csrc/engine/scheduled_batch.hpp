@@ -41,6 +41,14 @@ struct PromptLogitsSpan {
   int64_t num_tokens;
 };
 
+// What a step computes of a sequence that has images or videos.
+struct MediaRow {
+  int64_t media_id;
+  int64_t first_token;  // of all the step's
+  int64_t begin;        // the position of that one in the sequence; the least, with drafts
+  int64_t num_tokens;
+};
+
 // A slot of the device's state that belongs to another sequence from this step on.
 struct NewSlot {
   int32_t slot;
@@ -157,6 +165,7 @@ class ScheduledBatch {
   std::vector<int32_t> tracked_rows;     // which of the sequences that sample are tracked, and
   std::vector<int64_t> tracked_seq_ids;  // their ids
   std::vector<PromptLogitsSpan> prompt_logits;
+  std::vector<MediaRow> media_rows;
   std::vector<int32_t> draft_query_lens;  // [num_sampled] of each one's proposal
   int32_t max_num_proposed = 0;           // of the drafts of any
   std::vector<NewSlot> new_slots;         // none without drafts; in the order of rows

@@ -122,7 +122,8 @@ class Scheduler {
   // Into `waiting`; returns the sequence's id. With options.n > 1 the others are forked from it when its prompt is
   // computed.
   int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
-                  int64_t priority, const std::string& cache_salt, int32_t client_index);
+                  int64_t priority, const std::string& cache_salt, int32_t client_index,
+                  std::vector<TokenSpan> uncut_spans);
   // A sequence of one request whose prompt another engine has computed. When it is admitted it appears among what
   // `take_awaited` returns, and no step computes it before `blocks_arrived`.
   int64_t add_prompted_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
@@ -221,6 +222,7 @@ class Scheduler {
                                                         const SamplingOptions& options, int64_t priority,
                                                         const std::string& cache_salt, int32_t client_index) const;
   int64_t enqueue(std::unique_ptr<Sequence> sequence);
+  void check_uncut_spans(const Sequence& sequence) const;
   [[nodiscard]] Sequence& unfinished(int64_t seq_id) const;
 
   // schedule, from top to bottom
@@ -235,6 +237,7 @@ class Scheduler {
   [[nodiscard]] Sequence* waiting_head() const;
   bool admit(Sequence& sequence, ScheduledBatch& batch);
   void await_blocks(const Sequence& sequence);
+  // Nothing, where the step's rest of tokens is too small for what must not be cut.
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
   [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, int64_t budget, ScheduledBatch& batch);

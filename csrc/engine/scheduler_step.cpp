@@ -167,7 +167,11 @@ void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
   if (sequence.wants_prompt_logprobs()) {
     budget = std::min(budget, config_.max_num_extra_logits - batch.num_prompt_logits());
   }
-  const int64_t end = std::min(sequence.num_tokens(), begin + budget);
+  int64_t end = std::min(sequence.num_tokens(), begin + budget);
+  for (const TokenSpan& span : sequence.uncut_spans) {
+    if (span.begin < end && end < span.end) end = std::max(begin, span.begin);
+  }
+  if (end == begin) return;
   launch(sequence, begin, end, 0, batch);
   if (end == sequence.num_tokens()) {
     move(sequence, prefilling_, prompted_);

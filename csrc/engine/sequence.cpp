@@ -37,6 +37,7 @@ void SamplingOptions::validate() const {
   if (!(min_p >= 0 && min_p <= 1)) refuse("min_p: must be 0 to 1, got " + std::to_string(min_p));
   if (n < 1) refuse("n: must be 1 or more, got " + std::to_string(n));
   if (num_logprobs < -1) refuse("num_logprobs: must be -1 (off) or more, got " + std::to_string(num_logprobs));
+  if (media_id < 0) refuse("media_id: must be 0 (none) or more, got " + std::to_string(media_id));
   if (lora_id < 0) refuse("lora_id: must be 0 (none) or more, got " + std::to_string(lora_id));
   if (is_beam && n > 1) refuse("n: must be 1 for a beam, got " + std::to_string(n));
 }

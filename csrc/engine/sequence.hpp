@@ -32,9 +32,16 @@ struct SamplingOptions {
   bool is_tracked = false;       // the Worker keeps a state for each of its sequences
   bool is_beam = false;          // its tokens are not sampled but appended from outside, by `append_token`
   int32_t lora_id = 0;           // the adapter it is computed with; 0: none
+  int64_t media_id = 0;          // the images and videos in its prompt; 0: none
 
   void validate() const;
   [[nodiscard]] bool is_end_token(int32_t token_id) const;
+};
+
+// Tokens [begin, end) of a sequence.
+struct TokenSpan {
+  int64_t begin;
+  int64_t end;
 };
 
 enum class SequenceStatus : uint8_t {
@@ -73,7 +80,10 @@ struct Sequence {
   int32_t num_forks_due = 0;            // sequences to fork from it once its prompt is computed
   int64_t first_scheduled_time_ns = 0;  // of std::chrono::steady_clock; 0: not yet
 
-  std::vector<int32_t> tokens;  // prompt, then the outputs that the host knows
+  // Prompt, then the outputs that the host knows. A negative one stands for a place in an image or a video, whose
+  // content it names to the prefix cache; the device is given 0 there.
+  std::vector<int32_t> tokens;
+  std::vector<TokenSpan> uncut_spans;  // of the prompt, in order: no chunk ends within one
   int64_t num_prompt_tokens = 0;
   int64_t num_computed_tokens = 0;
   int32_t num_inflight_tokens = 0;

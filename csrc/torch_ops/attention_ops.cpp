@@ -2,6 +2,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "torch_ops/layer_cache.hpp"
 
 namespace deepinfer {
@@ -68,11 +70,19 @@ void write_kv_cache(Tensor qkv, int64_t num_heads, const Tensor& keys, const Ten
                                rows + query_size, rows + query_size + key_size, qkv.size(1));
 }
 
-// query: [num_tokens, num_heads, key_dim], tokens may lie apart → [num_tokens, num_heads, value_dim].
+void check_key_ends(const cpu::AttentionBatch& batch, int64_t seq) {
+  const int32_t* begin = batch.key_ends + batch.query_start_loc[seq];
+  const int32_t* end = batch.key_ends + batch.query_start_loc[seq + 1];
+  TORCH_CHECK_VALUE(std::is_sorted(begin, end) && (begin == end || end[-1] <= batch.seq_lens[seq]),
+                    "key_ends: those of a sequence must not fall, and be at most its length, ", batch.seq_lens[seq]);
+}
+
+// query: [num_tokens, num_heads, key_dim], tokens may lie apart → [num_tokens, num_heads, value_dim]. key_ends:
+// [num_tokens] int32.
 Tensor paged_attention(const Tensor& query, const Tensor& keys, const Tensor& values,
                        const optional<Tensor>& key_scales, const optional<Tensor>& value_scales,
                        const Tensor& block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, double scale,
-                       int64_t window) {
+                       int64_t window, const optional<Tensor>& key_ends) {
   const cpu::LayerCache cache = layer_cache_of(keys, values, key_scales, value_scales);
   TORCH_CHECK_VALUE(query.dim() == 3, "query has ", query.dim(), " dimensions: must be 3");
   const int64_t num_tokens = query.size(0), num_heads = query.size(1), num_seqs = seq_lens.numel();
@@ -95,12 +105,15 @@ Tensor paged_attention(const Tensor& query, const Tensor& keys, const Tensor& va
                                      block_tables.stride(0),
                                      seq_lens.const_data_ptr<int32_t>(),
                                      query_start_loc.const_data_ptr<int32_t>(),
-                                     nullptr};
+                                     nullptr,
+                                     key_ends ? key_ends->const_data_ptr<int32_t>() : nullptr};
+  if (key_ends) check_contiguous(*key_ends, "key_ends", at::kInt, {num_tokens});
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     const int64_t num_queries = batch.query_start_loc[seq + 1] - batch.query_start_loc[seq];
     const int64_t seq_len = batch.seq_lens[seq], limit = block_tables.size(1) * cache.block_size;
     TORCH_CHECK_VALUE(num_queries >= 0 && seq_len >= num_queries && seq_len <= limit, "seq_lens has ", seq_len,
                       ": must be at least its ", num_queries, " queries and at most ", limit);
+    if (key_ends) check_key_ends(batch, seq);
   }
   TORCH_CHECK_VALUE(batch.query_start_loc[num_seqs] <= num_tokens, "query_start_loc ends at ",
                     batch.query_start_loc[num_seqs], ": must be at most ", num_tokens);
@@ -147,7 +160,8 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
       &write_kv_cache);
   m.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, "
-      "Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, int window) -> Tensor",
+      "Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, int window, "
+      "Tensor? key_ends=None) -> Tensor",
       &paged_attention);
 }
 

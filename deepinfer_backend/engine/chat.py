@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard
 
 from deepinfer_backend.engine.request_limits import check_text
 from deepinfer_backend.errors import InvalidRequestError, shown
+from deepinfer_backend.media.medium import DATA_URL, Medium, from_object, from_url
+from deepinfer_backend.media.prompt import MediaPrompt
 from deepinfer_backend.models.model_files import one_line
+from deepinfer_backend.models.vision_families import Kind
 
 # What a template knows under these names comes from us; only these two of the library's switches are the client's.
 _CLIENTS_SWITCHES = frozenset({"add_generation_prompt", "continue_final_message"})
+_KIND_OF_PART: dict[str, Kind] = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
+_BASE64_RATIO = 2  # characters of a byte: 4/3, and what stands around them
+ReadMedium = Callable[[Kind, str, Any], Medium]
+
 _TEMPLATES_OWN_NAMES = frozenset({"messages", "conversations"})
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation whose form is right: 1 or more messages with a role and a content of text or none.
+    """A conversation whose form is right: 1 or more messages with a role and a content.
 
-    A content that was a list of text parts has become one text, its parts joined by line breaks as vLLM does.
+    A content is a text, none, or a list of parts {"type": "text", "text": …}, {"type": "image"} and {"type": "video"}.
+    The last two stand for `media`, in order.
+
     `template_kwargs`: further variables of the template.
 
     Raises (`from_objects`, `from_json`):
@@ -32,23 +41,58 @@ class Chat:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any]
+    media: list[Medium]
 
     @classmethod
     def from_objects(
         cls, messages: Any, tools: Any | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Chat:
-        return cls(_check_messages(messages), _check_tools(tools), _check_template_kwargs(template_kwargs))
+        """Media may be whatever a Python program has: `media.medium.from_object`."""
+        return cls._checked(messages, tools, template_kwargs, from_object)
 
     @classmethod
-    def from_json(cls, messages: str, tools: str | None, template_kwargs: str | None, max_bytes: int) -> Chat:
-        """Each text is JSON of at most `max_bytes` in UTF-8."""
-        return cls.from_objects(
-            read_json("messages", messages, max_bytes),
+    def from_json(
+        cls, messages: str, tools: str | None, template_kwargs: str | None, max_bytes: int, max_media_bytes: int = 0
+    ) -> Chat:
+        """Each text is JSON of at most `max_bytes` in UTF-8. Data URLs of media, in `messages`, are not counted: what
+        they hold may have `max_media_bytes`. Media may be nothing else.
+        """
+        num_media_chars = _BASE64_RATIO * max_media_bytes if DATA_URL in messages else 0
+        chat = cls._checked(
+            read_json("messages", messages, max_bytes + num_media_chars),
             None if tools is None else read_json("tools", tools, max_bytes),
             None if template_kwargs is None else read_json("chat_template_kwargs", template_kwargs, max_bytes),
+            from_url,
+        )
+        num_bytes = len(messages) - sum(len(medium.data) * 4 // 3 for medium in chat.media)
+        if num_bytes > max_bytes:
+            raise InvalidRequestError(
+                f"messages has {num_bytes} bytes besides its media: must have at most {max_bytes}"
+            )
+        return chat
+
+    @classmethod
+    def _checked(
+        cls, messages: Any, tools: Any | None, template_kwargs: Mapping[str, Any] | None, read_medium: ReadMedium
+    ) -> Chat:
+        media: list[Medium] = []
+        return cls(
+            _check_messages(messages, media, read_medium),
+            _check_tools(tools),
+            _check_template_kwargs(template_kwargs),
+            media,
         )
 
-    def tokenize(self, tokenizer: Any, max_chars: int) -> list[int]:
+    def media_prompt(self) -> MediaPrompt:
+        """What makes a prompt of it where there are media."""
+        return MediaPrompt(
+            media=self.media,
+            messages=_with_contents(self.messages, _as_parts),
+            tools=self.tools,
+            template_kwargs=self.template_kwargs,
+        )
+
+    def tokenize(self, tokenizer: Any, max_chars: int, *, in_parts: bool = False) -> list[int]:
         """The prompt as token ids; the template alone says where it begins, so no second beginning-of-text is added.
 
         What looks like a special token in a message, a tool or a variable is read as plain text. transformers renders
@@ -57,6 +101,8 @@ class Chat:
         Args:
             tokenizer: a transformers tokenizer, or None.
             max_chars: the most characters that the template may make of it.
+            in_parts: the template is one for media too, and gets contents as lists of parts; else as texts, whose parts
+                are joined by line breaks as vLLM does.
 
         Raises:
             InvalidRequestError: there is no template, it refuses the messages, or what it makes of them is too long.
@@ -67,15 +113,17 @@ class Chat:
             raise InvalidRequestError("messages: this model has no chat template; send text_input")
         # The text is for this check alone: only when tokens are asked for does the library tell the template's special
         # tokens from those in messages.
-        check_text("messages", self._apply(tokenizer, tokenize=False), max_chars)
-        token_ids: list[int] = self._apply(tokenizer, tokenize=True, sanitize_control_tokens=True)["input_ids"]
+        messages = _with_contents(self.messages, _as_parts if in_parts else _as_text)
+        check_text("messages", self._apply(tokenizer, messages, tokenize=False), max_chars)
+        tokenized = self._apply(tokenizer, messages, tokenize=True, sanitize_control_tokens=True)
+        token_ids: list[int] = tokenized["input_ids"]
         return token_ids
 
-    def _apply(self, tokenizer: Any, **options: bool) -> Any:
+    def _apply(self, tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> Any:
         continues = self.template_kwargs.get("continue_final_message", False)
         switches = {"add_generation_prompt": not continues, **self.template_kwargs}
         try:
-            return tokenizer.apply_chat_template(self.messages, tools=self.tools, **switches, **options)
+            return tokenizer.apply_chat_template(messages, tools=self.tools, **switches, **options)
         except RecursionError:
             raise InvalidRequestError("messages: nested too deeply") from None
         except Exception as error:  # a template can raise anything
@@ -94,13 +142,25 @@ def read_json(name: str, text: str, max_bytes: int) -> Any:
         raise InvalidRequestError(f"{name} is {shown(text)}: not valid JSON ({reason})") from None
 
 
-def _check_messages(messages: Any) -> list[dict[str, Any]]:
+def _with_contents(messages: list[dict[str, Any]], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    return [{**message, "content": form(message["content"])} for message in messages]
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _as_text(content: Any) -> Any:
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _check_messages(messages: Any, media: list[Medium], read_medium: ReadMedium) -> list[dict[str, Any]]:
     if not _is_list(messages) or len(messages) == 0:
         raise InvalidRequestError(f"messages is {shown(messages)}: must be a list of at least 1 message")
-    return [_check_message(f"messages.{index}", message) for index, message in enumerate(messages)]
+    return [_check_message(f"messages.{index}", each, media, read_medium) for index, each in enumerate(messages)]
 
 
-def _check_message(name: str, message: Any) -> dict[str, Any]:
+def _check_message(name: str, message: Any, media: list[Medium], read_medium: ReadMedium) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{name} is {shown(message)}: must be an object")
     role = message.get("role")
@@ -108,24 +168,34 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"{name}.role is {shown(role)}: must be a string such as 'user'")
     content = message.get("content")
     if _is_list(content):
-        parts = [_check_part(f"{name}.content.{index}", part) for index, part in enumerate(content)]
-        content = "\n".join(parts)
+        content = [
+            _check_part(f"{name}.content.{index}", part, media, read_medium) for index, part in enumerate(content)
+        ]
     elif content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"{name}.content is {shown(content)}: must be a string, null or a list of text parts")
+        raise InvalidRequestError(f"{name}.content is {shown(content)}: must be a string, null or a list of parts")
     return {**message, "content": content}
 
 
-def _check_part(name: str, part: Any) -> str:
+def _check_part(name: str, part: Any, media: list[Medium], read_medium: ReadMedium) -> dict[str, Any]:
+    """Of a medium its kind is left, and it is added to `media`."""
     if not isinstance(part, Mapping):
         raise InvalidRequestError(f"{name} is {shown(part)}: must be an object")
-    if part.get("type") != "text":
-        raise InvalidRequestError(
-            f"{name}.type is {shown(part.get('type'))}: must be 'text' (this model takes no other)"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{name}.text is {shown(text)}: must be a string")
-    return text
+    part_type = part.get("type")
+    if part_type == "text":
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name}.text is {shown(text)}: must be a string")
+        return {"type": "text", "text": text}
+    kind = _KIND_OF_PART.get(part_type) if isinstance(part_type, str) else None
+    if kind is None:
+        known = ", ".join(["text", *_KIND_OF_PART])
+        raise InvalidRequestError(f"{name}.type is {shown(part_type)}: must be one of {known}")
+    assert isinstance(part_type, str)
+    value = part.get(part_type)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    media.append(read_medium(kind, f"{name}.{part_type}", value))
+    return {"type": kind}
 
 
 def _check_tools(tools: Any) -> list[dict[str, Any]] | None:

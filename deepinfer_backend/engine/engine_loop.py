@@ -123,13 +123,15 @@ class EngineLoop:
                 frame = self._requests.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            content = self._requests.recv(copy=False).buffer if frame.more else memoryview(b"")
-            self._handle(decode_to_engine(frame.buffer), content)
+            contents = []
+            while self._requests.getsockopt(zmq.RCVMORE):
+                contents.append(self._requests.recv(copy=False).buffer)
+            self._handle(decode_to_engine(frame.buffer), contents)
 
-    def _handle(self, message: ToEngine, content: memoryview) -> None:
+    def _handle(self, message: ToEngine, contents: list[memoryview]) -> None:
         match message:
             case AddRequest() as message:
-                self._add(message)
+                self._add(message, contents)
             case AbortRequests(request_ids):
                 self._engine.abort_request(request_ids)
             case AbortSequences(sequences):
@@ -142,12 +144,12 @@ class EngineLoop:
                 self._engine.abort_clients(self._clients.remove(client_id))
             case FetchBlocks() as fetch:
                 self._hand_over.answer(fetch)
-            case BlockContents() as contents:
-                self._hand_over.take(contents, content)
+            case BlockContents() as blocks:
+                self._hand_over.take(blocks, contents[0] if contents else memoryview(b""))
             case Shutdown():
                 self._is_shut_down = True
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, message: AddRequest, contents: list[memoryview]) -> None:
         client_index = self._clients.index_of(message.client_id)
         if client_index is None:
             return  # of a client that is gone
@@ -162,6 +164,7 @@ class EngineLoop:
             client_index,
             message.arrival_s,
             self._with_source(message.prompted),
+            None if message.media is None else message.media.with_contents(contents),
         )
         try:
             self._engine.add_request(request)

@@ -12,12 +12,14 @@ from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.models.interface import Model
 from deepinfer_backend.models.loader import resolve_dtype, resolve_model
 from deepinfer_backend.models.runnable_model import load_engine_model
+from deepinfer_backend.models.vision_families import VisionFamily, vision_family
 from deepinfer_backend.ops.rank_world import RankWorld, TensorGroup
 from deepinfer_backend.speculation.drafter import Drafter
 from deepinfer_backend.speculation.make_drafter import load_draft_source, make_drafter
 from deepinfer_backend.worker.device import DeviceStream
 from deepinfer_backend.worker.kv_cache import KVCache, num_kv_blocks, resolve_kv_cache_dtype
 from deepinfer_backend.worker.limits import resolve_block_size, resolve_max_model_len
+from deepinfer_backend.worker.media_embeddings import MediaEmbeddings
 from deepinfer_backend.worker.step_buffers import MAX_EXTRA_LOGITS, StepBuffers
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 class EngineModel:
     """drafter_computes: it has a model of its own, or a module, with layers in the KV cache.
 
-    ranks: those that compute the model, of which this engine's is the leader; None if it is alone.
+    ranks: those that compute the model, of which this engine's is the leader; None if it is alone. family: of a model
+    that takes images or videos.
     """
 
     path: Path
@@ -38,6 +41,7 @@ class EngineModel:
     max_model_len: int
     num_speculative_tokens: int
     ranks: TensorGroup | None
+    family: VisionFamily | None
 
     @property
     def max_seq_len(self) -> int:
@@ -61,6 +65,18 @@ class EngineModel:
             priority_aging_s=config.priority_aging_s,
             hash_seed=random.SystemRandom().getrandbits(64),
             is_prompt_engine=is_prompt_engine,
+        )
+
+    def media_embeddings(self, config: EngineConfig) -> MediaEmbeddings | None:
+        encoder = self.model.media_encoder
+        if encoder is None:
+            return None
+        return MediaEmbeddings(
+            encoder,
+            hidden_size=self.model.hidden_size,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            max_bytes=config.media_cache_bytes,
         )
 
     def step_buffers(self, config: EngineConfig) -> StepBuffers:
@@ -117,6 +133,7 @@ def set_up_model(config: EngineConfig, stream: DeviceStream, world: RankWorld | 
         max_model_len=max_model_len,
         num_speculative_tokens=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         ranks=ranks,
+        family=vision_family(path),
     )
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens, at most %d tokens a sequence",

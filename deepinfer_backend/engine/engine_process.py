@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -78,6 +79,7 @@ class _RemoteEngineClient:
         self._exited: int | None = None  # a pidfd of the engine, once it is known
 
     def add_request(self, request: EngineRequest) -> None:
+        media = request.media
         self._send(
             AddRequest(
                 self._client_id,
@@ -90,7 +92,9 @@ class _RemoteEngineClient:
                 request.queue_timeout_s,
                 request.arrival_s,
                 request.prompted,
-            )
+                None if media is None else media.without_contents(),
+            ),
+            [] if media is None else [medium.data for medium in media.media],
         )
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -121,12 +125,12 @@ class _RemoteEngineClient:
             raise EngineDeadError("the engine process has ended") from None
         self._poller.register(self._exited, zmq.POLLIN)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine, contents: Sequence[bytes] = ()) -> None:
         data = encode(message)
         with self._send_lock:
             if self._is_closed or self._has_ended():
                 raise EngineDeadError("the engine process has ended")
-            self._requests.send(data)
+            self._requests.send_multipart([data, *contents])
 
     def _has_ended(self) -> bool:
         poller = zmq.Poller()

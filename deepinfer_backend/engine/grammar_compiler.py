@@ -1,8 +1,8 @@
 """The process that compiles grammars, each in a fork of its own: one that takes too long or too much memory ends alone.
 
-Run as `python -m deepinfer_backend.engine.grammar_compiler` by `GrammarQueue`. Frames on stdin and stdout are a
-length (4 bytes, little endian) and as many bytes of msgpack: first `Start`, answered by `Ready`; then a
-`GrammarSource` after another, each answered by `Compiled` or `Refused`. It ends when its stdin is closed.
+Run as `python -m deepinfer_backend.engine.grammar_compiler` by `GrammarQueue`. Frames as in `helper_process`, of
+msgpack: first `Start`, answered by `Ready`; then a `GrammarSource` after another, each answered by `Compiled` or
+`Refused`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import os
 import re
 import resource
 import signal
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from deepinfer_backend.engine.grammar_spec import GrammarSource
+from deepinfer_backend.helper_process import describe_exit, read_frame, take_over_output, write_frame
 
 if TYPE_CHECKING:
     import xgrammar as xgr
 
-FRAME_LENGTH = struct.Struct("<I")
 MAX_COMPILED_BYTES = 128 * 2**20
 
 _NICENESS = 10
@@ -68,19 +67,18 @@ Answer = Ready | Compiled | Refused
 
 
 def main() -> None:
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not come between the frames.
-    os.dup2(2, 1)
-    start = msgspec.msgpack.decode(_read_frame(requests), type=Start)
+    requests, answers = sys.stdin.buffer, take_over_output()
+    start = msgspec.msgpack.decode(read_frame(requests), type=Start)
     try:
         info = load_tokenizer_info(Path(start.tokenizer_path), start.vocab_size, start.end_token_ids)
-        _write_frame(answers, Ready(str(info.serialize_json())))
+        write_frame(answers, msgspec.msgpack.encode(Ready(str(info.serialize_json()))))
     except Exception as error:
-        _write_frame(answers, Refused(f"the tokenizer cannot be used for grammars: {one_line(error)}"))
+        refused = Refused(f"the tokenizer cannot be used for grammars: {one_line(error)}")
+        write_frame(answers, msgspec.msgpack.encode(refused))
         return
-    while frame := _read_frame(requests):
+    while frame := read_frame(requests):
         answer = _compile_in_fork(msgspec.msgpack.decode(frame, type=GrammarSource), info, start.compile_timeout_s)
-        _write_frame(answers, answer)
+        write_frame(answers, msgspec.msgpack.encode(answer))
 
 
 def load_tokenizer_info(tokenizer_path: Path, vocab_size: int, end_token_ids: list[int]) -> xgr.TokenizerInfo:
@@ -110,11 +108,6 @@ def load_tokenizer_info(tokenizer_path: Path, vocab_size: int, end_token_ids: li
         stop_token_ids=end_token_ids,
         add_prefix_space=detected.add_prefix_space,
     )
-
-
-def describe_exit(code: int) -> str:
-    """A process's end in words, by its `returncode`."""
-    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def one_line(error: BaseException) -> str:
@@ -214,19 +207,6 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     # A crash is an answer here, not a finding.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _read_frame(stream: IO[bytes]) -> bytes:
-    header = stream.read(FRAME_LENGTH.size)
-    if len(header) < FRAME_LENGTH.size:
-        return b""
-    return stream.read(FRAME_LENGTH.unpack(header)[0])
-
-
-def _write_frame(stream: IO[bytes], message: Answer) -> None:
-    data = msgspec.msgpack.encode(message)
-    stream.write(FRAME_LENGTH.pack(len(data)) + data)
-    stream.flush()
 
 
 if __name__ == "__main__":

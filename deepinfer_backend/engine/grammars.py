@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -20,18 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend.config import EngineConfig
-from deepinfer_backend.engine.grammar_compiler import (
-    FRAME_LENGTH,
-    Answer,
-    Compiled,
-    Ready,
-    Refused,
-    Start,
-    describe_exit,
-    one_line,
-)
+from deepinfer_backend.engine.grammar_compiler import Answer, Compiled, Ready, Refused, Start, one_line
 from deepinfer_backend.engine.grammar_spec import GrammarSource, to_source
 from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError
+from deepinfer_backend.helper_process import HelperProcess
 from deepinfer_backend.sampling_params import StructuredOutputs
 
 # xgrammar imports transformers; an engine without grammars starts without either.
@@ -138,7 +126,7 @@ class GrammarQueue:
         self._waiting: OrderedDict[GrammarSource, list[str]] = OrderedDict()
         self._finished: deque[tuple[str, Result]] = deque()
         self._cache = _Cache(_CACHE_BYTES)
-        self._compiler: _CompilerProcess | None = None
+        self._compiler: HelperProcess | None = None
         self._tokenizer_info: xgr.TokenizerInfo | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -249,7 +237,7 @@ class GrammarQueue:
         """
         compiler, tokenizer_info = self._running_compiler()
         try:
-            answer = compiler.ask(source, self._start.compile_timeout_s + _ANSWER_GRACE_S)
+            answer = _ask(compiler, source, self._start.compile_timeout_s + _ANSWER_GRACE_S)
         except (TimeoutError, EOFError):
             ending = compiler.stop()
             raise EngineError(f"{source.field} was not compiled: the grammar compiler ended with {ending}") from None
@@ -261,17 +249,17 @@ class GrammarQueue:
         compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar, tokenizer_info)
         return compiled, int(compiled.memory_size_bytes) + len(source.text)
 
-    def _running_compiler(self) -> tuple[_CompilerProcess, xgr.TokenizerInfo]:
+    def _running_compiler(self) -> tuple[HelperProcess, xgr.TokenizerInfo]:
         if self._compiler is not None and self._compiler.is_running and self._tokenizer_info is not None:
             return self._compiler, self._tokenizer_info
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is shutting down")
-            compiler = self._compiler = _CompilerProcess()
+            compiler = self._compiler = HelperProcess("deepinfer_backend.engine.grammar_compiler")
         import xgrammar as xgr  # as the process does meanwhile
 
         try:
-            answer = compiler.ask(self._start, _START_TIMEOUT_S)
+            answer = _ask(compiler, self._start, _START_TIMEOUT_S)
         except (TimeoutError, EOFError):
             ending = compiler.stop()
             raise EngineError(f"the grammar compiler did not start ({ending})") from None
@@ -284,78 +272,10 @@ class GrammarQueue:
         return compiler, self._tokenizer_info
 
 
-class _CompilerProcess:
-    """A process of `grammar_compiler`. Belongs to the queue's thread, but any thread may `kill` it."""
-
-    def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "deepinfer_backend.engine.grammar_compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-            # A process group of its own, to end it with its forks. Ctrl-C is for the engine, which then closes this.
-            start_new_session=True,
-        )
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, message: Start | GrammarSource, timeout_s: float) -> Answer:
-        """Sends a message and waits for the answer.
-
-        Raises:
-            TimeoutError: there is none in time.
-            EOFError: the process has ended.
-        """
-        assert self._process.stdin is not None
-        deadline = time.monotonic() + timeout_s
-        data = msgspec.msgpack.encode(message)
-        try:
-            self._process.stdin.write(FRAME_LENGTH.pack(len(data)) + data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise EOFError from None
-        (length,) = FRAME_LENGTH.unpack(self._read(FRAME_LENGTH.size, deadline))
-        answer: Answer = msgspec.msgpack.decode(self._read(length, deadline), type=Answer)
-        return answer
-
-    def kill(self) -> None:
-        """With the fork that it may have."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def stop(self) -> str:
-        """Ends it, if it has not ended, and says how it did. Not while another thread asks."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.kill()
-        code = self._process.wait()
-        # Writes what is left, to nobody.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-        return describe_exit(code)
-
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        file = self._process.stdout.fileno()
-        poller = select.poll()
-        poller.register(file, select.POLLIN)
-        data = bytearray()
-        while len(data) < num_bytes:
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            piece = os.read(file, min(num_bytes - len(data), 2**20))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
+def _ask(compiler: HelperProcess, message: Start | GrammarSource, timeout_s: float) -> Answer:
+    """Raises what `HelperProcess.ask` does."""
+    answer: Answer = msgspec.msgpack.decode(compiler.ask(msgspec.msgpack.encode(message), timeout_s), type=Answer)
+    return answer
 
 
 class _Cache:

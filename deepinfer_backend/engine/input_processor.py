@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,28 @@ from numpy.typing import NDArray
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo, EngineRequest
-from deepinfer_backend.engine.request_limits import check_limits, check_text
+from deepinfer_backend.engine.request_limits import (
+    check_limits,
+    check_media,
+    check_prompt_length,
+    check_text,
+    max_prompt_tokens,
+)
 from deepinfer_backend.errors import InvalidRequestError, shown
+from deepinfer_backend.media.medium import Medium
+from deepinfer_backend.media.prompt import MediaPrompt
 from deepinfer_backend.sampling_params import SamplingParams
 
-Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
+
+@dataclass(frozen=True, slots=True)
+class TextWithMedia:
+    """A text in which the model's own placeholders stand for these media, in their order."""
+
+    text: str
+    media: list[Medium]
+
+
+Prompt = str | Chat | TextWithMedia | Sequence[int] | NDArray[np.integer[Any]]
 """What a client can send as a prompt: a text, a conversation, or token ids."""
 
 # No vocabulary has tokens this long on average: longer text cannot fit and is refused before it is tokenized.
@@ -75,15 +93,37 @@ class InputProcessor:
             )
         bad_words = [*self._tokenize_bad_words(params.bad_words), *bad_words_token_ids]
         self._check_bad_words(bad_words)
+        media = self._media_prompt(prompt, params)
+        if media is not None:
+            token_ids = np.empty(0, dtype=np.int32)
+            return EngineRequest(request_id, token_ids, params, priority, bad_words, embedding, media=media)
         token_ids = self._truncate(self._token_ids(prompt), params.truncate_prompt_tokens)
-        self._check_length(len(token_ids))
+        check_prompt_length(len(token_ids), self._info)
         return EngineRequest(request_id, token_ids, params, priority, bad_words, embedding)
+
+    def _media_prompt(self, prompt: Prompt, params: SamplingParams) -> MediaPrompt | None:
+        """None if there are no media."""
+        if isinstance(prompt, TextWithMedia):
+            check_text("text_input", prompt.text, max_prompt_chars(self._info))
+            media = MediaPrompt(prompt.media, text=prompt.text)
+        elif isinstance(prompt, Chat) and prompt.media:
+            media = prompt.media_prompt()
+        else:
+            return None
+        check_media(media.media, self._info, self._config)
+        if params.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {params.truncate_prompt_tokens}: must be left out with images and videos"
+            )
+        return media
 
     def _token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         if isinstance(prompt, str):
             return self._tokenize(prompt)
         if isinstance(prompt, Chat):
-            return np.asarray(prompt.tokenize(self._tokenizer, max_prompt_chars(self._info)), dtype=np.int32)
+            max_chars, in_parts = max_prompt_chars(self._info), bool(self._info.modalities)
+            return np.asarray(prompt.tokenize(self._tokenizer, max_chars, in_parts=in_parts), dtype=np.int32)
+        assert not isinstance(prompt, TextWithMedia)
         return self._check_token_ids(prompt)
 
     def _tokenize(self, prompt: str) -> NDArray[np.int32]:
@@ -112,26 +152,7 @@ class InputProcessor:
     def _truncate(self, token_ids: NDArray[np.int32], num_kept: int | None) -> NDArray[np.int32]:
         if num_kept is None:
             return token_ids
-        return token_ids[-(self._max_prompt_tokens if num_kept == -1 else num_kept) :]
-
-    @property
-    def _max_prompt_tokens(self) -> int:
-        return min(self._info.max_model_len, self._info.num_blocks * self._info.block_size) - 1
-
-    def _check_length(self, num_tokens: int) -> None:
-        info = self._info
-        if num_tokens == 0:
-            raise InvalidRequestError("the prompt has 0 tokens: must have at least 1")
-        if num_tokens >= info.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens: must have at most {info.max_model_len - 1}, "
-                f"one less than max_model_len ({info.max_model_len})"
-            )
-        if num_tokens > self._max_prompt_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens: must have at most {self._max_prompt_tokens}, one less than the "
-                f"KV cache holds ({info.num_blocks} blocks of {info.block_size})"
-            )
+        return token_ids[-(max_prompt_tokens(self._info) if num_kept == -1 else num_kept) :]
 
     def _check_needs_of_text(self, params: SamplingParams) -> None:
         if self._tokenizer is not None:

@@ -26,14 +26,17 @@ from deepinfer_backend.engine.deferred_release import DeferredRelease
 from deepinfer_backend.engine.draft_policy import ALL_DRAFTS, DraftPolicy
 from deepinfer_backend.engine.engine_model import set_up_model
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
+from deepinfer_backend.engine.media_requests import MediaRequests
 from deepinfer_backend.engine.messages import BlockSource, EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.engine.prompted import prompted_among, prompted_sequence
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
 from deepinfer_backend.engine.rank_group import RankGroup, StepKind
+from deepinfer_backend.engine.request_limits import check_prompt_length
 from deepinfer_backend.engine.sampling_options import sampling_options
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
 from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
+from deepinfer_backend.media.pool import MultiModalProcessor
 from deepinfer_backend.models.adapter_cache import AdapterCache
 from deepinfer_backend.models.loader import load_generation_config, resolve_tokenizer
 from deepinfer_backend.ops.rank_world import RankWorld
@@ -87,6 +90,7 @@ class LLMEngine:
             default_sampling_params=generation_defaults.sampling_params,
             tokenizer_path=str(tokenizer_path),
             config=config.model_dump(mode="json"),
+            modalities=list(parts.family.kinds) if parts.family is not None else [],
         )
         self._max_num_seqs = config.max_num_seqs
         self._max_seq_len = parts.max_seq_len
@@ -113,10 +117,21 @@ class LLMEngine:
         self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
+        self.multi_modal_processor = MultiModalProcessor(parts.path, config)
+        self._media = MediaRequests(parts.family, self.multi_modal_processor)
+        self._embeddings = parts.media_embeddings(config)
         slots = SlotState(config.max_num_seqs, num_speculative_tokens, model.device)
         buffers = [self.stream.submit(lambda: parts.step_buffers(config)).result() for _ in range(2)]
         self.worker = Worker(
-            ModelRunner(model, kv_cache, slots, parts.ranks, max_seq_len=self._max_seq_len),
+            ModelRunner(
+                model,
+                kv_cache,
+                slots,
+                parts.ranks,
+                self._media.state,
+                self._embeddings,
+                max_seq_len=self._max_seq_len,
+            ),
             self.stream,
             (buffers[0], buffers[1]),
             slots,
@@ -128,7 +143,15 @@ class LLMEngine:
             timers=self.timers,
         )
         self._grammars = GrammarQueue(tokenizer_path, model.vocab_size, self._eos_token_ids, config)
-        self._waiting = WaitingRequests(self._grammars, self._adapters, self._add_to_scheduler, config.priority_aging_s)
+        self._waiting = WaitingRequests(
+            self.multi_modal_processor,
+            self._grammars,
+            self._adapters,
+            self._take_prompt,
+            self._add_to_scheduler,
+            self._media.release,
+            config.priority_aging_s,
+        )
         self._queue_deadlines = QueueDeadlines()
         self._results: list[RequestResult] = []
         self._is_stalled = False
@@ -136,12 +159,14 @@ class LLMEngine:
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
 
     def add_request(self, request: EngineRequest) -> None:
-        """Puts the request's sequence into the waiting queue; first it waits for its grammar and its adapter's place.
+        """Puts the request's sequence into the waiting queue; first it waits for its media to be processed, its grammar
+        and its adapter's place.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long, a token id is outside the vocabulary, its adapter is
                 unknown, its id is that of another unfinished request, or it has several sequences and this engine only
                 prefills.
+            UnavailableError: too many bytes of media wait.
             EngineError: its adapter cannot be loaded.
         """
         prompt = request.prompt_token_ids
@@ -193,6 +218,16 @@ class LLMEngine:
     def num_tracked(self) -> int:
         """How much is remembered of requests besides what the scheduler knows; 0 once all that ended were freed."""
         return self._tracked.num_entries
+
+    @property
+    def num_media(self) -> int:
+        """Requests of which images or videos are held."""
+        return len(self._media.state)
+
+    @property
+    def num_media_computed(self) -> int:
+        """How often the embeddings of an image or a video were computed."""
+        return 0 if self._embeddings is None else self._embeddings.num_computed
 
     def has_inflight_step(self) -> bool:
         """Whether a flush would find a step to post-process."""
@@ -301,8 +336,9 @@ class LLMEngine:
         )
 
     def close(self) -> None:
-        """Ends the device thread and the grammar compiler; safe to call twice."""
+        """Ends the device thread, the grammar compiler and the media processes; safe to call twice."""
         self._grammars.close()
+        self.multi_modal_processor.close()
         self.worker.close()
 
     def _give_out(self, handles: Handles) -> Handles:
@@ -317,16 +353,26 @@ class LLMEngine:
         if self._draft_policy is not None:
             self._draft_policy.take_step(state.batch, self._last_step_end_s - began_s)
 
+    def _take_prompt(self, request: EngineRequest) -> EngineRequest:
+        """A request whose media are processed, with its prompt. Raises InvalidRequestError: that is too long."""
+        request, result = self._media.take(request)
+        check_prompt_length(len(request.prompt_token_ids), self.info)
+        self._results.append(result)
+        return request
+
     def _add_to_scheduler(self, request: EngineRequest, grammar: Grammar | None, lora_id: int) -> None:
         params, prompt, prompted = request.sampling_params, request.prompt_token_ids, request.prompted
-        add_seq = self.scheduler.add_seq
+        add_seq, media_id, named_prompt = self.scheduler.add_seq, 0, prompt
         if prompted is not None:
             add_seq = partial(self.scheduler.add_prompted_seq, prompted=prompted_sequence(prompted))
+        elif request.processed is not None:
+            media_id, named_prompt, uncut_spans = self._media.place(request)
+            add_seq = partial(self.scheduler.add_seq, uncut_spans=uncut_spans)
         try:
             seq_id = add_seq(
                 request.request_id,
-                prompt,
-                options=sampling_options(request, lora_id, self._eos_token_ids, self._seeds),
+                named_prompt,
+                options=sampling_options(request, lora_id, media_id, self._eos_token_ids, self._seeds),
                 priority=request.priority,
                 cache_salt=_cache_salt(lora_id, params.cache_salt),
                 client_index=request.client_index,
@@ -363,6 +409,7 @@ class LLMEngine:
         for request in self._tracked.take_freed():
             if request.sampling_params.lora_name is not None:
                 self._adapters.release(request.sampling_params.lora_name)
+            self._media.release(request)
 
 
 def _kind_of(batch: SchedulerOutputs) -> StepKind:

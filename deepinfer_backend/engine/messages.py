@@ -2,7 +2,8 @@
 
 Client → engine: Attach, Detach, AddRequest, AbortRequests, AbortSequences, Shutdown. Engine → client: EngineReady,
 EngineFailed, StepOutputs. Engine → engine: FetchBlocks, BlockContents. Each is one msgpack frame, BlockContents with
-the blocks as a second one: on the engine's one socket, or on each client's own.
+the blocks as a second one, AddRequest with one more for each medium's content: on the engine's one socket, or on each
+client's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend.errors import DeepInferError
+from deepinfer_backend.media.prompt import MediaPrompt, ProcessedPrompt
 from deepinfer_backend.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -56,7 +58,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `bad_words_token_ids`: the token sequences that the output must not contain. `embedding`: asks for the prompt's
     embedding, not for tokens. `queue_timeout_s`: it fails if no step has begun to compute it so long after `arrival_s`
     (of time.monotonic; 0.0: when the engine gets it). `client_index`: which of the engine's clients it belongs to; the
-    engine's side fills it in. `prompted`: what another engine has computed of it; None: nothing.
+    engine's side fills it in. `prompted`: what another engine has computed of it; None: nothing. `media`: what its
+    prompt is to be made of, instead of `prompt_token_ids`, which the engine fills in when there is `processed`, that
+    which was made.
     """
 
     request_id: str
@@ -69,6 +73,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     client_index: int = 0
     arrival_s: float = 0.0
     prompted: Prompted | None = None
+    media: MediaPrompt | None = None
+    processed: ProcessedPrompt | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +119,15 @@ class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
     client_index: int = 0
 
 
-RequestResult = PromptLogprobs | Embedding | RequestFailed | Prompted | BlocksArrived
+class MediaReady(msgspec.Struct, frozen=True, tag=True):
+    """A request's media are processed: its prompt, int32 in native order; comes before all else of it."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    client_index: int = 0
+
+
+RequestResult = PromptLogprobs | Embedding | RequestFailed | Prompted | BlocksArrived | MediaReady
 """What an engine tells about a request besides its tokens."""
 
 
@@ -126,6 +140,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     `default_sampling_params`: what the model's generation_config says about fields that a request leaves out.
     `config`: the EngineConfig that the engine runs with, for frontends that share it. `tokenizer_path`: a folder.
+    `modalities`: which kinds of media the model takes besides text.
     """
 
     model_path: str
@@ -139,6 +154,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     default_sampling_params: dict[str, float | int] = {}
     tokenizer_path: str = ""
     config: dict[str, Any] = {}
+    modalities: list[str] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -204,6 +220,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     queue_timeout_s: float | None
     arrival_s: float
     prompted: Prompted | None
+    media: MediaPrompt | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):

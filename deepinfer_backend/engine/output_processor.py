@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from deepinfer_backend._core import RequestOutput
 from deepinfer_backend.engine.detokenizer import Detokenizer, StopStrings, TokenTexts
-from deepinfer_backend.engine.messages import Embedding, EngineRequest, PromptLogprobs, RequestResult
+from deepinfer_backend.engine.messages import Embedding, EngineRequest, MediaReady, PromptLogprobs, RequestResult
 from deepinfer_backend.outputs import MIN_LOGPROB, Logprobs, RequestTimes, TextDelta, TokenLogprob
 
 
@@ -213,6 +214,10 @@ class OutputProcessor:
 
     def _keep(self, request: _Request, result: RequestResult) -> None:
         match result:
+            case MediaReady(prompt_token_ids=token_ids):
+                request.request = msgspec.structs.replace(
+                    request.request, prompt_token_ids=np.frombuffer(token_ids, np.int32)
+                )
             case PromptLogprobs():
                 request.prompt_logprobs = self._prompt_logprobs(request.request, result)
             case Embedding():

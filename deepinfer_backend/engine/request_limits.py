@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.grammar_spec import check_spec
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import InvalidRequestError, shown
+from deepinfer_backend.media.medium import Medium
+from deepinfer_backend.models.vision_families import KINDS
 from deepinfer_backend.sampling_params import SamplingParams
 
 
@@ -27,6 +29,49 @@ def check_limits(params: SamplingParams, info: EngineInfo, config: EngineConfig)
     _check_lora_name(params.lora_name, config)
     if params.structured_outputs is not None:
         check_spec(params.structured_outputs, config)
+
+
+def max_prompt_tokens(info: EngineInfo) -> int:
+    """One less than a sequence may have."""
+    return min(info.max_model_len, info.num_blocks * info.block_size) - 1
+
+
+def check_prompt_length(num_tokens: int, info: EngineInfo) -> None:
+    """Raises InvalidRequestError: it has no tokens, or more than model or KV cache take."""
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt has 0 tokens: must have at least 1")
+    if num_tokens >= info.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens: must have at most {info.max_model_len - 1}, "
+            f"one less than max_model_len ({info.max_model_len})"
+        )
+    if num_tokens > max_prompt_tokens(info):
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens: must have at most {max_prompt_tokens(info)}, one less than the "
+            f"KV cache holds ({info.num_blocks} blocks of {info.block_size})"
+        )
+
+
+def check_media(media: Sequence[Medium], info: EngineInfo, config: EngineConfig) -> None:
+    """Raises InvalidRequestError: the model does not take such media, or they are too many or too large."""
+    for kind in KINDS:
+        of_kind = [medium for medium in media if medium.kind == kind]
+        if of_kind and kind not in info.modalities:
+            raise InvalidRequestError(f"{of_kind[0].field} is set: must be left out, since this model takes no {kind}s")
+        limit = config.limit_mm_per_prompt[kind]
+        if len(of_kind) > limit:
+            raise InvalidRequestError(
+                f"{of_kind[0].field}: a prompt with {len(of_kind)} {kind}s: must have at most {limit} "
+                "(limit_mm_per_prompt)"
+            )
+    if config.num_prompt_engines:
+        raise InvalidRequestError(f"{media[0].field} is set: must be left out with num_prompt_engines over 0")
+    num_bytes = sum(len(medium.data) for medium in media)
+    if num_bytes > config.max_media_bytes:
+        raise InvalidRequestError(
+            f"{media[0].field}: media of {num_bytes} bytes: must have at most {config.max_media_bytes} "
+            "(max_media_bytes)"
+        )
 
 
 def check_text(name: str, text: str, max_chars: int) -> None:

@@ -10,13 +10,13 @@ from deepinfer_backend.engine.tracked_requests import is_tracked
 
 
 def sampling_options(
-    request: EngineRequest, lora_id: int, eos_token_ids: list[int], seeds: random.Random
+    request: EngineRequest, lora_id: int, media_id: int, eos_token_ids: list[int], seeds: random.Random
 ) -> SamplingOptions:
     """seeds: for a request that has none."""
     params = request.sampling_params
     if request.embedding is not None:
         # Its one token is of no use to anybody: the cheapest, and always with the same end.
-        return SamplingOptions(max_tokens=1, ignore_eos=True, is_tracked=True, lora_id=lora_id)
+        return SamplingOptions(max_tokens=1, ignore_eos=True, is_tracked=True, lora_id=lora_id, media_id=media_id)
     is_beam = params.beam_width > 1
     return SamplingOptions(
         max_tokens=params.max_tokens,
@@ -35,4 +35,5 @@ def sampling_options(
         is_tracked=is_tracked(request),
         is_beam=is_beam,
         lora_id=lora_id,
+        media_id=media_id,
     )

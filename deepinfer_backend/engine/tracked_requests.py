@@ -33,6 +33,7 @@ def is_tracked(request: EngineRequest) -> bool:
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.lora_name is not None
+        or request.processed is not None
     )
 
 

@@ -1,4 +1,6 @@
-"""Requests that the scheduler does not have yet: their grammar is being compiled, or their adapter has no place."""
+"""Requests that the scheduler does not have yet: their media are being processed, their grammar is being compiled, or
+their adapter has no place.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from deepinfer_backend.engine.grammars import Grammar, GrammarQueue
 from deepinfer_backend.engine.messages import EngineRequest, RequestFailed, request_failed
 from deepinfer_backend.errors import DeepInferError, EngineError, InvalidRequestError, not_taken_in_error
+from deepinfer_backend.media.pool import MultiModalProcessor
 from deepinfer_backend.models.adapter_cache import AdapterCache
 
 logger = logging.getLogger(__name__)
@@ -20,7 +25,10 @@ logger = logging.getLogger(__name__)
 Admit = Callable[[EngineRequest, Grammar | None, int], None]
 """Gives the scheduler a request with its grammar and its lora_id (0: none); raises DeepInferError for a bad one."""
 
-_GRAMMAR_WAIT_S = 0.02  # of an engine with nothing else to do; as long a new request may have to wait
+TakePrompt = Callable[[EngineRequest], EngineRequest]
+"""A request whose media were processed → with its prompt; raises DeepInferError for a bad one."""
+
+_PREPARATION_WAIT_S = 0.02  # of an engine with nothing else to do; as long a new request may have to wait
 _MAX_OVERTAKEN_S = 2.0
 
 
@@ -39,15 +47,30 @@ class _WaitsForPlace:
 class WaitingRequests:
     """Owns requests from `add` until the scheduler gets them. Used by the engine's thread.
 
-    1. A request waits for its grammar first, then for a place for its adapter; one that needs neither goes on at once.
+    1. A request waits for its media first, then for its grammar, then for a place for its adapter; one that needs
+       nothing goes on at once.
     2. Places are given in the scheduler's order: priority (with age), then arrival. A request whose adapter is in
        memory needs none and goes on, but not for ever: once the first has waited _MAX_OVERTAKEN_S, every request
        with an adapter waits behind it, so that those in use come free.
     3. An acquired adapter belongs to the request that the scheduler took; `AdapterCache.release` is its owner's.
+    4. What was made of a request's media is released, if the request ends here.
     """
 
-    def __init__(self, grammars: GrammarQueue, adapters: AdapterCache, admit: Admit, priority_aging_s: float) -> None:
+    def __init__(
+        self,
+        media: MultiModalProcessor,
+        grammars: GrammarQueue,
+        adapters: AdapterCache,
+        take_prompt: TakePrompt,
+        admit: Admit,
+        release_media: Callable[[EngineRequest], None],
+        priority_aging_s: float,
+    ) -> None:
         """`priority_aging_s`: the scheduler's own."""
+        self._media = media
+        self._take_prompt = take_prompt
+        self._release_media = release_media
+        self._for_media: dict[str, EngineRequest] = {}
         self._grammars = grammars
         self._adapters = adapters
         self._admit = admit
@@ -58,15 +81,16 @@ class WaitingRequests:
         self._next_number = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._for_grammar) + len(self._for_place)
+        return len(self._for_media) + len(self._for_grammar) + len(self._for_place)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._for_grammar or request_id in self._for_place
+        return any(request_id in waiting for waiting in (self._for_media, self._for_grammar, self._for_place))
 
     def add(self, request: EngineRequest) -> None:
         """
         Raises:
             InvalidRequestError: another of its id waits, its adapter is unknown, or the scheduler refuses it.
+            UnavailableError: too many bytes of media wait.
             EngineError: its adapter cannot be loaded.
         """
         params = request.sampling_params
@@ -74,26 +98,39 @@ class WaitingRequests:
             raise InvalidRequestError(f"request_id: '{request.request_id}' is that of an unfinished request")
         if params.lora_name is not None:
             self._adapters.check_known(params.lora_name)
-        if params.structured_outputs is None:
-            self._add_with_grammar(request, None)
+        if request.media is None:
+            self._add_with_prompt(request)
         else:
-            self._for_grammar[request.request_id] = request
-            self._grammars.submit(request.request_id, params.structured_outputs)
+            self._media.submit(request.request_id, request.media)
+            self._for_media[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
         """Forgets it; false if it does not wait here."""
-        if self._for_grammar.pop(request_id, None) is not None:
+        request = self._remove(request_id)
+        if request is not None:
+            self._release_media(request)
+        return request is not None
+
+    def _remove(self, request_id: str) -> EngineRequest | None:
+        if (request := self._for_media.pop(request_id, None)) is not None:
+            self._media.cancel(request_id)
+            return request
+        if (request := self._for_grammar.pop(request_id, None)) is not None:
             self._grammars.cancel(request_id)
-            return True
+            return request
         waiting = self._for_place.pop(request_id, None)
         if waiting is None:
-            return False
+            return None
         waiting.is_gone = True
-        return True
+        return waiting.request
 
     def abort_client(self, client_index: int) -> None:
         """The same for every request of this client."""
-        requests = [*self._for_grammar.values(), *(each.request for each in self._for_place.values())]
+        requests = [
+            *self._for_media.values(),
+            *self._for_grammar.values(),
+            *(each.request for each in self._for_place.values()),
+        ]
         for request in requests:
             if request.client_index == client_index:
                 self.abort(request.request_id)
@@ -101,28 +138,50 @@ class WaitingRequests:
     def admit_ready(self, *, may_sleep: bool) -> list[RequestFailed]:
         """Gives the scheduler what need not wait any more; what cannot go on comes back: the scheduler may have it.
 
-        may_sleep: there is nothing else to do, so that a grammar may be waited for, a little.
+        may_sleep: there is nothing else to do, so that media and grammars may be waited for, a little.
         """
-        failures = []
+        failures: list[RequestFailed] = []
+        if may_sleep and (self._for_media or self._for_grammar) and not self._for_place:
+            select.select([self._media.fileno(), self._grammars.fileno()], [], [], _PREPARATION_WAIT_S)
+        if self._for_media:
+            self._take_media(failures)
         if self._for_grammar:
-            if may_sleep and not self._for_place:
-                select.select([self._grammars], [], [], _GRAMMAR_WAIT_S)
-            for request_id, compiled in self._grammars.poll():
-                request = self._for_grammar.pop(request_id)
-                try:
-                    if isinstance(compiled, DeepInferError):
-                        raise compiled
-                    self._add_with_grammar(request, Grammar(compiled))
-                except Exception as error:
-                    failures.append(_fail(request, error))
+            self._take_grammars(failures)
         while (first := self._first_for_place()) is not None:
             try:
                 if not self._try_to_admit(first.request, first.grammar):
                     break
             except Exception as error:
-                failures.append(_fail(first.request, error))
-            self.abort(first.request.request_id)
+                failures.append(self._fail(first.request, error))
+            self._remove(first.request.request_id)
         return failures
+
+    def _take_media(self, failures: list[RequestFailed]) -> None:
+        for request_id, processed in self._media.fetch():
+            request = msgspec.structs.replace(self._for_media.pop(request_id), processed=processed)
+            try:
+                self._add_with_prompt(self._take_prompt(request))
+            except Exception as error:
+                failures.append(self._fail(request, error))
+        for request_id, reason in self._media.fetch_to_abort_requests():
+            failures.append(self._fail(self._for_media.pop(request_id), reason))
+
+    def _take_grammars(self, failures: list[RequestFailed]) -> None:
+        for request_id, compiled in self._grammars.poll():
+            request = self._for_grammar.pop(request_id)
+            try:
+                if isinstance(compiled, DeepInferError):
+                    raise compiled
+                self._add_with_grammar(request, Grammar(compiled))
+            except Exception as error:
+                failures.append(self._fail(request, error))
+
+    def _add_with_prompt(self, request: EngineRequest) -> None:
+        if request.sampling_params.structured_outputs is None:
+            self._add_with_grammar(request, None)
+        else:
+            self._for_grammar[request.request_id] = request
+            self._grammars.submit(request.request_id, request.sampling_params.structured_outputs)
 
     def _add_with_grammar(self, request: EngineRequest, grammar: Grammar | None) -> None:
         if self._may_go_on(request.sampling_params.lora_name) and self._try_to_admit(request, grammar):
@@ -163,11 +222,14 @@ class WaitingRequests:
             heapq.heappop(self._order)
         return self._order[0] if self._order else None
 
+    def _fail(self, request: EngineRequest, error: Exception) -> RequestFailed:
+        self._release_media(request)
+        return _failure(request, error)
 
-def _fail(request: EngineRequest, error: Exception) -> RequestFailed:
-    """To be called while the error is handled."""
+
+def _failure(request: EngineRequest, error: Exception) -> RequestFailed:
     if not isinstance(error, DeepInferError):
-        logger.exception("request %s: cannot be taken in", request.request_id)
+        logger.error("request %s: cannot be taken in", request.request_id, exc_info=error)
         return request_failed(request, not_taken_in_error(request.request_id))
     if isinstance(error, EngineError):
         logger.error("request %s: %s", request.request_id, error)

@@ -38,11 +38,32 @@ class ForwardResult:
     token_states: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MediaInputs:
+    """Of a step's tokens those that stand for media; on the device.
+
+    rows: [num_rows] int64, which of the tokens; embeddings: [num_rows, hidden_size], in the model's dtype, what they
+    are instead. rope_offsets: [3, num_tokens] int64, added to positions, or None.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    rope_offsets: torch.Tensor | None
+
+
+class MediaEncoder(Protocol):
+    """The vision part of a model."""
+
+    def encode(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One medium's features → its embeddings [num_tokens, hidden_size]; on the device's stream."""
+
+
 class Model(Protocol):
     """A causal language model over the paged cache. Its forward happens on the device's stream.
 
     dtype: of its weights that are plain floats; weight_format: of most of them, as a user reads it, such as "bfloat16"
-    or "Q4_1"; layers: what each of its attention layers stores; lora: the adapters that it can add.
+    or "Q4_1"; layers: what each of its attention layers stores; lora: the adapters that it can add;
+    media_encoder: None, if it takes no media.
     """
 
     @property
@@ -61,6 +82,8 @@ class Model(Protocol):
     def layers(self) -> list[LayerShape]: ...
     @property
     def lora(self) -> LoraLayers: ...
+    @property
+    def media_encoder(self) -> MediaEncoder | None: ...
 
     def use_caches(self, caches: Sequence[LayerCache]) -> None:
         """Those that every later forward writes and reads, one a layer; before the first forward, on any thread."""
@@ -73,8 +96,10 @@ class Model(Protocol):
         logits_indices: torch.Tensor,
         *,
         wants_token_states: bool = False,
+        media: MediaInputs | None = None,
     ) -> ForwardResult:
         """Stores the step's keys and values in the caches, and computes logits where they are asked for.
 
         token_ids, positions: [num_tokens] int64; logits_indices: [num_rows] int64, tokens of the step, at least one.
+        media: for models that take any.
         """

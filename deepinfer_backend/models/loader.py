@@ -131,11 +131,16 @@ def load_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    attn_implementation: str,
+    attn_implementation: str | dict[str, str],
     distributed_config: DistributedConfig | None = None,
+    *,
+    sees_images: bool = False,
     **config_fields: int,
 ) -> torch.nn.Module:
     """The causal language model in folder `path`, on `device`, in evaluation mode and without gradients.
+
+    attn_implementation: transformers' name of it, or one for each part of the configuration. sees_images: with its
+    vision part.
 
     distributed_config: how the ranks of torch.distributed's world share it, by transformers' plan for the architecture;
     None: it is all here. config_fields: in place of those of its configuration.
@@ -143,7 +148,7 @@ def load_model(
     Raises:
         UnsupportedModelError: transformers has no such architecture, or the files lack some of its weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from deepinfer_backend.models.library_bars import report_loading
 
@@ -152,7 +157,7 @@ def load_model(
     if distributed_config is not None:
         placement = {"distributed_config": distributed_config}
     with show_progress(f"Loading {path.name}") as advance, report_loading(advance), _load_errors(path):
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
             path,
             dtype=dtype,
             **placement,
@@ -189,6 +194,9 @@ def load_tokenizer(path: Path) -> Any | None:
         raise UnsupportedModelError(f"the tokenizer in {path} cannot be loaded: {one_line(error)}") from error
     if not tokenizer.is_fast:
         raise UnsupportedModelError(f"the tokenizer in {path} ({type(tokenizer).__name__}) has no tokenizer.json")
+    if tokenizer.chat_template is None and (path / "chat_template.json").is_file():
+        # Where older vision-language models have theirs.
+        tokenizer.chat_template = read_json(path / "chat_template.json").get("chat_template")
     return tokenizer
 
 

@@ -58,8 +58,10 @@ class LoraLayers:
     Whatever computes (`load`, `unload`, and `set_step` before the model is called) runs on the device's stream.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, text_part: torch.nn.Module | None = None) -> None:
+        """text_part: what of the model sees each token of a step once; None: all of it."""
         self._model = model
+        self._text_part = model if text_part is None else text_part
         self._device = device
         self._layers: dict[str, _LoraLinear] = {}
         self._step = _CurrentStep()
@@ -68,7 +70,7 @@ class LoraLayers:
         """Raises ConfigError, which names the adapter and the module, if the model cannot take such an adapter."""
         for name, shape in layout.modules.items():
             try:
-                _find_linear(self._model, name, shape)
+                _find_linear(self._model, self._text_part, name, shape)
             except ValueError as error:
                 raise ConfigError(f"LoRA adapter {shown(layout.name)}: {error}") from None
 
@@ -82,7 +84,7 @@ class LoraLayers:
         loaded: list[tuple[str, torch.nn.Linear, _Weights]] = []
         for name, shape in layout.modules.items():
             try:
-                linear = _find_linear(self._model, name, shape)
+                linear = _find_linear(self._model, self._text_part, name, shape)
                 loaded.append((name, linear, _copy_weights(name, adapter.matrices[name], shape.scaling, linear)))
             except ValueError as error:
                 raise ConfigError(f"LoRA adapter {shown(layout.name)}: {error}") from None
@@ -173,7 +175,7 @@ def _copy_weights(name: str, matrices: LoraMatrices, scaling: float, linear: tor
     return _Weights(a.T, b.T, scaling)
 
 
-def _find_linear(model: torch.nn.Module, name: str, shape: LoraShape) -> torch.nn.Linear:
+def _find_linear(model: torch.nn.Module, text_part: torch.nn.Module, name: str, shape: LoraShape) -> torch.nn.Linear:
     """The module that an adapter changes, or ValueError."""
     if "experts" in name.split("."):
         raise ValueError(f"module {name} belongs to a mixture's experts, which cannot take an adapter")
@@ -185,6 +187,8 @@ def _find_linear(model: torch.nn.Module, name: str, shape: LoraShape) -> torch.n
         raise ValueError(f"module {name} is a {type(module).__name__}: must be a Linear")
     if module is model.get_output_embeddings():  # type: ignore[operator]
         raise ValueError(f"module {name} is the model's output layer, which cannot take an adapter")
+    if all(module is not each for each in text_part.modules()):
+        raise ValueError(f"module {name} belongs to the model's vision part, which cannot take an adapter")
     if (shape.in_features, shape.out_features) != (module.in_features, module.out_features):
         raise ValueError(
             f"module {name} has {module.in_features} inputs and {module.out_features} outputs: "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepinfer_backend.errors import UnsupportedModelError
-from deepinfer_backend.models.interface import ForwardResult, LayerShape
+from deepinfer_backend.models.interface import ForwardResult, LayerShape, MediaInputs
 from deepinfer_backend.models.llama_family import DecoderSpec
 from deepinfer_backend.models.lora import LoraLayers
 from deepinfer_backend.models.weights import GroupedMatrix, WeightSource
@@ -58,6 +58,7 @@ class NativeModel:
         self.dtype = dtype
         self.weight_format = source.quantization or str(dtype).removeprefix("torch.")
         self.lora = LoraLayers(torch.nn.Module(), self.device)
+        self.media_encoder = None
         self.spec = spec
         self._group = group
         share = WHOLE if group is None else group.share
@@ -86,7 +87,9 @@ class NativeModel:
         logits_indices: torch.Tensor,
         *,
         wants_token_states: bool = False,
+        media: MediaInputs | None = None,
     ) -> ForwardResult:
+        assert media is None
         embeddings = None
         if self._group is not None:
             token_ids, embeddings = self._sum_embeddings(token_ids, self._group)

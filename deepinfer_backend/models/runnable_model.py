@@ -20,6 +20,7 @@ from deepinfer_backend.models.model_files import read_json, referenced_gguf
 from deepinfer_backend.models.native_model import NativeModel
 from deepinfer_backend.models.packed_weights import PACKED_METHODS, packed_weights
 from deepinfer_backend.models.safetensors_weights import SafetensorsWeights
+from deepinfer_backend.models.vision_families import vision_family
 from deepinfer_backend.models.weights import DequantizedWeights, WeightSource
 from deepinfer_backend.ops.rank_world import TensorGroup
 from deepinfer_backend.progress import show_progress
@@ -64,7 +65,8 @@ def load_runnable_model(
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
     """
     method = _quantization_config(path).get("quant_method")
-    spec_or_reason = _why_not_here(dtype, device, has_adapters) or read_decoder_spec(path)
+    sees_images = vision_family(path) is not None
+    spec_or_reason = _why_not_here(dtype, device, has_adapters, sees_images) or read_decoder_spec(path)
     if isinstance(spec_or_reason, DecoderSpec) and method not in (None, *PACKED_METHODS):
         spec_or_reason = f"the quant_method of its weights is {method}"
     if num_expert_ranks > 1 and isinstance(spec_or_reason, DecoderSpec):
@@ -92,6 +94,11 @@ def load_runnable_model(
         distributed_config = shared_experts(load_config(path), num_expert_ranks)
     elif group is not None:
         distributed_config = DistributedConfig(tp_size=group.share.size)
+    if sees_images:
+        from deepinfer_backend.models.vision_model import VisionLanguageModel
+
+        attention = {"text_config": ATTENTION_NAME}
+        return VisionLanguageModel(load_model(path, dtype, device, attention, distributed_config, sees_images=True))
     module = load_model(path, dtype, device, ATTENTION_NAME, distributed_config, **fields)
     return TransformersModel(module, has_mtp_layer=with_mtp_layer)
 
@@ -101,13 +108,15 @@ def _quantization_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _why_not_here(dtype: torch.dtype, device: torch.device, has_adapters: bool) -> str | None:
+def _why_not_here(dtype: torch.dtype, device: torch.device, has_adapters: bool, sees_images: bool) -> str | None:
     if device.type != "cpu":
         return f"the device is {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"dtype is {str(dtype).removeprefix('torch.')}"
     if has_adapters:
         return "its adapters change single projections (lora_modules)"
+    if sees_images:
+        return "it has a vision part"
     return None
 
 

@@ -10,14 +10,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from deepinfer_backend.errors import UnsupportedModelError
-from deepinfer_backend.models.interface import ForwardResult, LayerShape
+from deepinfer_backend.models.interface import ForwardResult, LayerShape, MediaEncoder, MediaInputs
 from deepinfer_backend.models.lora import LoraLayers
 from deepinfer_backend.ops.paged_attention import AttentionStep, LayerCache, paged_attention
 
 ATTENTION_NAME = "deepinfer_paged"
 
 
-class _Attention(Protocol):
+class Attention(Protocol):
     """What a forward's layers call, each with its index; shapes as in `paged_attention`."""
 
     def attend(
@@ -83,7 +83,7 @@ def _attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    deepinfer_attention: _Attention,
+    deepinfer_attention: Attention,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls with query, key, value [1, num_heads, num_tokens, dim]."""
@@ -129,6 +129,7 @@ class TransformersModel:
         self.weight_format = str(self.dtype).removeprefix("torch.")
         self.hidden_size = int(module.get_input_embeddings().embedding_dim)  # type: ignore[operator]
         self.lora = LoraLayers(module, self.device)
+        self.media_encoder: MediaEncoder | None = None
         self._hidden_states: torch.Tensor | None = None
         self._caches: Sequence[LayerCache] = ()
         self._token_states: torch.Tensor | None = None
@@ -154,8 +155,9 @@ class TransformersModel:
         logits_indices: torch.Tensor,
         *,
         wants_token_states: bool = False,
+        media: MediaInputs | None = None,
     ) -> ForwardResult:
-        return self._forward(token_ids, positions, PagedLayers(attention, self._caches), logits_indices)
+        return self._forward(token_ids, positions, PagedLayers(attention, self._caches), logits_indices, media)
 
     def _probe_layers(self) -> list[LayerShape]:
         recorder = _LayerRecorder()
@@ -171,14 +173,19 @@ class TransformersModel:
         return [recorder.layers[layer] for layer in range(num_layers)]
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: _Attention, logits_indices: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        logits_indices: torch.Tensor,
+        media: MediaInputs | None = None,
     ) -> ForwardResult:
-        output = self.module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices,
-            deepinfer_attention=attention,
-        )
+        assert media is None
+        return self._run({"input_ids": token_ids[None], "position_ids": positions[None]}, attention, logits_indices)
+
+    def _run(
+        self, inputs: dict[str, torch.Tensor], attention: Attention, logits_indices: torch.Tensor
+    ) -> ForwardResult:
+        output = self.module(**inputs, use_cache=False, logits_to_keep=logits_indices, deepinfer_attention=attention)
         assert self._hidden_states is not None
         return ForwardResult(output.logits[0], self._hidden_states.flatten(0, -2), self._token_states)

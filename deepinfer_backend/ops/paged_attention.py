@@ -30,7 +30,8 @@ class AttentionStep:
 
     block_tables: [num_seqs, max_num_blocks] int32; seq_lens: [num_seqs] int32, keys of each sequence, this step's
     included; query_start_loc: [num_seqs + 1] int32; slot_mapping: [num_tokens] int64, block * block_size + offset of
-    each token.
+    each token. key_ends: [num_tokens] int32, up to where in its sequence each token sees keys, itself included and
+    never falling within a sequence; None: up to itself. On CPU alone.
     """
 
     block_tables: torch.Tensor
@@ -39,6 +40,7 @@ class AttentionStep:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    key_ends: torch.Tensor | None = None
 
 
 def paged_attention(
@@ -82,6 +84,7 @@ def _attend_cpu(
         step.query_start_loc,
         scale,
         window or 0,
+        step.key_ends,
     )
     return output.to(query.dtype)
 

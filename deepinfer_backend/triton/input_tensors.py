@@ -31,6 +31,15 @@ class InputTensors:
         value = self._element(name)
         return None if value is None else decode_text(name, value)
 
+    def elements(self, name: str) -> list[bytes]:
+        """Of a STRING tensor with one dimension, as they are; none if the client did not send it."""
+        array = self._arrays.get(name)
+        if array is None:
+            return []
+        if array.ndim != 1:
+            raise InvalidRequestError(f"{name} has shape {list(array.shape)}: must be [number of them]")
+        return [value if isinstance(value, bytes) else str(value).encode() for value in array]
+
     def token_ids(self, name: str) -> NDArray[np.int32] | None:
         array = self._arrays.get(name)
         if array is None:

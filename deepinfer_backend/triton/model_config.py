@@ -52,6 +52,7 @@ INPUTS = (
     TensorSpec("chat_template_kwargs", "TYPE_STRING", [1]),
     TensorSpec("embedding_request", "TYPE_STRING", [1]),
     TensorSpec("image", "TYPE_STRING", [-1]),
+    TensorSpec("video", "TYPE_STRING", [-1]),
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),

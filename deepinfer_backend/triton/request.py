@@ -11,9 +11,11 @@ from typing import Any
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat, read_json
-from deepinfer_backend.engine.input_processor import Prompt
+from deepinfer_backend.engine.input_processor import Prompt, TextWithMedia
 from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo
 from deepinfer_backend.errors import InvalidRequestError, nearest_name, shown
+from deepinfer_backend.media.medium import from_wire
+from deepinfer_backend.models.vision_families import KINDS
 from deepinfer_backend.sampling_params import SamplingParams
 from deepinfer_backend.triton.generate_request import CancelRequest, GenerateRequest, RequestParser
 from deepinfer_backend.triton.input_tensors import InputTensors
@@ -79,15 +81,20 @@ def read_utf8(what: str, read: Callable[[], str]) -> str:
 
 def native_interface(tokenizer: Any, info: EngineInfo, config: EngineConfig) -> RequestParser:
     """The WireInterface of our own."""
-    return partial(parse_request, max_message_bytes=config.max_message_bytes)
+    return partial(
+        parse_request,
+        max_message_bytes=config.max_message_bytes,
+        max_media_bytes=config.max_media_bytes if info.modalities else 0,
+    )
 
 
 def parse_request(
-    request: Any, request_id: str, client_request_id: str, *, max_message_bytes: int
+    request: Any, request_id: str, client_request_id: str, *, max_message_bytes: int, max_media_bytes: int
 ) -> GenerateRequest | CancelRequest:
     """Reads a Triton InferenceRequest.
 
     max_message_bytes: the largest `messages`, `tools`, `chat_template_kwargs` and `embedding_request`, each.
+    max_media_bytes: of the images and videos in messages.
 
     Raises:
         InvalidRequestError: the message names the field, the value and the limit.
@@ -95,14 +102,13 @@ def parse_request(
     tensors = InputTensors(request)
     if _CANCEL_INPUT in tensors:
         return CancelRequest(request_id, _read_cancelled_id(request, tensors))
-    if "image" in tensors:
-        raise InvalidRequestError("image is set: must be left out (images are not supported yet)")
     stream = tensors.bool("stream") or False
     exclude_input = tensors.bool("exclude_input_in_output")
     if stream and exclude_input is False:
         raise InvalidRequestError("exclude_input_in_output is false: must be true (or left out) when stream is true")
-    prompt, embedding = _read_prompt(tensors, max_message_bytes)
-    is_echoed = isinstance(prompt, str) and embedding is None and not stream and not exclude_input
+    prompt, embedding = _read_prompt(tensors, max_message_bytes, max_media_bytes)
+    text = prompt.text if isinstance(prompt, TextWithMedia) else prompt
+    is_echoed = isinstance(text, str) and embedding is None and not stream and not exclude_input
     parameters = read_parameters(request, _read_sampling_parameters(tensors))
     params = SamplingParams(**parameters.sampling_fields)
     output_names = _output_names(tensors, request.requested_output_names(), params)
@@ -114,7 +120,7 @@ def parse_request(
         build_tensors=partial(build_output_tensors, output_names=output_names),
         embedding=embedding,
         stream=stream,
-        echo=str(prompt) if is_echoed else "",
+        echo=str(text) if is_echoed else "",
         priority=parameters.priority,
         timeout_s=parameters.timeout_s,
         queue_timeout_s=parameters.queue_timeout_s,
@@ -134,7 +140,7 @@ def _read_cancelled_id(request: Any, tensors: InputTensors) -> str:
     return cancelled_id
 
 
-def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, EmbeddingParams | None]:
+def _read_prompt(tensors: InputTensors, max_bytes: int, max_media_bytes: int) -> tuple[Prompt, EmbeddingParams | None]:
     given = [name for name in _PROMPT_INPUTS if name in tensors]
     if len(given) != 1:
         found = " and ".join(given) or "none"
@@ -144,6 +150,9 @@ def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, Embeddi
     for chat_input in _CHAT_INPUTS:
         if chat_input in tensors and name != "messages":
             raise InvalidRequestError(f"{chat_input} is set: must be left out without messages")
+    for kind in KINDS:
+        if kind in tensors and name != "text_input":
+            raise InvalidRequestError(f"{kind} is set: must be left out without text_input (messages have parts)")
     if name == "input_ids":
         token_ids = tensors.token_ids(name)
         assert token_ids is not None
@@ -151,9 +160,15 @@ def _read_prompt(tensors: InputTensors, max_bytes: int) -> tuple[Prompt, Embeddi
     text = tensors.text(name)
     assert text is not None
     if name == "text_input":
-        return text, None
+        media = [
+            from_wire(kind, f"{kind}.{index}", value)
+            for kind in KINDS
+            for index, value in enumerate(tensors.elements(kind))
+        ]
+        return TextWithMedia(text, media) if media else text, None
     if name == "messages":
-        return Chat.from_json(text, tensors.text("tools"), tensors.text("chat_template_kwargs"), max_bytes), None
+        tools, template_kwargs = tensors.text("tools"), tensors.text("chat_template_kwargs")
+        return Chat.from_json(text, tools, template_kwargs, max_bytes, max_media_bytes), None
     return _read_embedding_request(read_json(name, text, max_bytes))
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from deepinfer_backend.engine.chat import Chat
-from deepinfer_backend.engine.input_processor import Prompt
+from deepinfer_backend.engine.input_processor import Prompt, TextWithMedia
 from deepinfer_backend.errors import (
     DeepInferError,
     InvalidRequestError,
@@ -133,6 +133,8 @@ def _beginning(prompt: Prompt) -> str:
     """One line, escaped and cut."""
     if isinstance(prompt, Chat):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
+    if isinstance(prompt, TextWithMedia):
+        prompt = prompt.text
     if isinstance(prompt, str):
         return repr(prompt[:_MAX_PROMPT_CHARS]) + f" of {len(prompt)} characters"
     return f"{np.asarray(prompt[:_MAX_PROMPT_TOKENS]).tolist()} of {len(prompt)} tokens"

@@ -170,7 +170,7 @@ WITHOUT_EFFECT = frozenset(
         *("dbo_decode_token_threshold", "dbo_prefill_token_threshold", "dcp_comm_backend"),
         *("dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size", "fully_sharded_loras"),
         # Images, which a request cannot bring, and models of a kind that is refused when it is loaded.
-        *("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings"),
+        *("language_model_only", "enable_mm_embeds", "interleave_mm_strings"),
         *("media_io_kwargs", "mm_processor_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type"),
         *("mm_shm_cache_max_object_size_mb", "mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend"),
         *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path"),

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer_backend.models.interface import MediaInputs
 from deepinfer_backend.ops.paged_attention import AttentionStep
 from deepinfer_backend.ops.rank_world import TensorGroup
 
-_NUM_SIZES = 8
+_NUM_SIZES = 13
+_WORD_BYTES = torch.int64.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
     """What a rank must know to compute a step's forward; shapes as in `models.interface.Model.forward`.
 
-    block_copies: [num_copies, 2] of (source, target), or None; they come first.
+    block_copies: [num_copies, 2] of (source, target), or None; they come first. media: the leader alone computes the
+    embeddings.
     """
 
     token_ids: torch.Tensor
@@ -29,6 +32,7 @@ class SharedStep:
     logits_indices: torch.Tensor
     block_copies: torch.Tensor | None
     wants_token_states: bool
+    media: MediaInputs | None = None
 
 
 def send_step(group: TensorGroup, step: SharedStep) -> None:
@@ -45,6 +49,15 @@ def send_step(group: TensorGroup, step: SharedStep) -> None:
     ]
     if step.block_copies is not None:
         parts.append(step.block_copies.to(step.token_ids.device))
+    if attention.key_ends is not None:
+        parts.append(attention.key_ends)
+    media = step.media
+    if media is not None:
+        parts.append(media.rows)
+        if media.rope_offsets is not None:
+            parts.append(media.rope_offsets)
+        # Its bits, not its numbers; embeddings are of whole 8 bytes.
+        parts.append(media.embeddings.view(torch.int64))
     group.send(
         [
             len(step.token_ids),
@@ -55,15 +68,35 @@ def send_step(group: TensorGroup, step: SharedStep) -> None:
             attention.max_query_len,
             attention.max_seq_len,
             step.wants_token_states,
+            attention.key_ends is not None,
+            media is not None,
+            media is not None and media.rope_offsets is not None,
+            0 if media is None else len(media.rows),
+            0 if media is None else media.embeddings.shape[1] * media.embeddings.itemsize // _WORD_BYTES,
         ],
         torch.cat([part.flatten().long() for part in parts]),
     )
 
 
-def receive_step(group: TensorGroup, device: torch.device) -> SharedStep:
+def receive_step(group: TensorGroup, device: torch.device, dtype: torch.dtype) -> SharedStep:
+    """dtype: of the model."""
     sizes, payload = group.receive(_NUM_SIZES, device)
-    num_tokens, num_logits, num_seqs, max_num_blocks, num_copies, max_query_len, max_seq_len, wants_token_states = sizes
-    token_ids, positions, slot_mapping, logits_indices, query_start_loc, seq_lens, block_tables, copies = torch.split(
+    num_tokens, num_logits, num_seqs, max_num_blocks, num_copies, max_query_len, max_seq_len, *rest = sizes
+    wants_token_states, has_key_ends, has_media, has_rope_offsets, num_media_rows, row_words = rest
+    (
+        token_ids,
+        positions,
+        slot_mapping,
+        logits_indices,
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        copies,
+        key_ends,
+        media_rows,
+        rope_offsets,
+        embeddings,
+    ) = torch.split(
         payload,
         [
             num_tokens,
@@ -74,6 +107,10 @@ def receive_step(group: TensorGroup, device: torch.device) -> SharedStep:
             num_seqs,
             num_seqs * max_num_blocks,
             2 * num_copies,
+            has_key_ends * num_tokens,
+            num_media_rows,
+            has_rope_offsets * 3 * num_tokens,
+            num_media_rows * row_words,
         ],
     )
     attention = AttentionStep(
@@ -83,7 +120,15 @@ def receive_step(group: TensorGroup, device: torch.device) -> SharedStep:
         slot_mapping=slot_mapping,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        key_ends=key_ends.int() if has_key_ends else None,
     )
+    media = None
+    if has_media:
+        media = MediaInputs(
+            media_rows,
+            embeddings.view(num_media_rows, row_words).view(dtype),
+            rope_offsets.view(3, num_tokens) if has_rope_offsets else None,
+        )
     return SharedStep(
         token_ids,
         positions,
@@ -91,4 +136,5 @@ def receive_step(group: TensorGroup, device: torch.device) -> SharedStep:
         logits_indices,
         copies.view(num_copies, 2) if num_copies else None,
         bool(wants_token_states),
+        media,
     )

@@ -70,7 +70,7 @@ class StepTensors:
 class StepBuffers:
     """Owns one host buffer and, on CUDA, its device twin; allocated once.
 
-    `arrays` is what the scheduler writes into, `query_start_loc` and `sample_start_loc` two of them; `views` what a
+    `arrays` is what the scheduler writes into, `positions` and the `…_start_loc` some of them; `views` what a
     kernel reads after `upload()`. On CPU both are one memory.
     """
 
@@ -131,6 +131,7 @@ class StepBuffers:
         arrays = {name: tensor.numpy() for name, tensor in views(self._host).items()}
         self.arrays = StepArrays(**arrays)
         self._host_arrays = arrays
+        self.positions: NDArray[np.int64] = arrays["positions"]
         self.query_start_loc: NDArray[np.int32] = arrays["query_start_loc"]
         self.sample_start_loc: NDArray[np.int32] = arrays["sample_start_loc"]
         self._sizes: tuple[int, ...] = ()

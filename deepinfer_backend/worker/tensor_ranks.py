@@ -117,7 +117,7 @@ def _be_killed_with_leader() -> None:
 def _run_steps(model: Model, kv_cache: KVCache, group: TensorGroup) -> NoReturn:
     model.use_caches(kv_cache.layers)
     while True:
-        step = receive_step(group, model.device)
+        step = receive_step(group, model.device, model.dtype)
         if step.block_copies is not None:
             kv_cache.copy_blocks(step.block_copies)
         model.forward(
@@ -126,6 +126,7 @@ def _run_steps(model: Model, kv_cache: KVCache, group: TensorGroup) -> NoReturn:
             step.attention,
             step.logits_indices,
             wants_token_states=step.wants_token_states,
+            media=step.media,
         )
 
 

@@ -79,7 +79,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0 is 'x': must be an object"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content.0.type is 'image_url': must be 'text'",
+        "messages.0.content.0.image_url is 'x': cannot be read",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

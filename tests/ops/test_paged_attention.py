@@ -33,7 +33,12 @@ def as_stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def plain_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int | None,
+    key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, straight from the definition: query [q, heads, dim], keys and values [k, kv_heads, dim]."""
     num_queries, num_heads, _ = query.shape
@@ -42,6 +47,8 @@ def plain_attention(
     scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * scale
     positions = torch.arange(num_keys - num_queries, num_keys)[:, None]
     is_hidden = torch.arange(num_keys) > positions
+    if key_ends is not None:
+        is_hidden = torch.arange(num_keys) >= key_ends[:, None]
     if window is not None:
         is_hidden |= torch.arange(num_keys) <= positions - window
     weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
@@ -62,7 +69,9 @@ class Sequences:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        wholes: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """wholes: in every sequence the keys [begin, end) that see each other, if all are the step's or earlier."""
         generator = torch.Generator().manual_seed(seed)
 
         def random(num_tokens: int, heads: int, dim: int) -> torch.Tensor:
@@ -74,6 +83,8 @@ class Sequences:
         self.values = [random(num_keys, num_kv_heads, value_dim) for _, num_keys in lens]
         self.queries = [random(num_queries, num_heads, key_dim) for num_queries, _ in lens]
         self.dtype = dtype
+        self.key_ends = [_key_ends(num_queries, num_keys, wholes) for num_queries, num_keys in lens]
+        self.has_wholes = bool(wholes)
         num_blocks = [-(-num_keys // block_size) for _, num_keys in lens]
         blocks = torch.randperm(sum(num_blocks), generator=generator).int() + 1
         self.tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
@@ -111,6 +122,7 @@ class Sequences:
             slot_mapping=packed(self.slots),
             max_query_len=max(queries for queries, _ in lens),
             max_seq_len=max(num_keys for _, num_keys in lens),
+            key_ends=torch.cat([self.key_ends[row] for row in chosen]) if self.has_wholes else None,
         )
         query, key, value = packed(self.queries), packed(self.keys), packed(self.values)
         output = paged_attention(query, key, value, self.cache, step, scale=self.scale, window=window)
@@ -119,9 +131,9 @@ class Sequences:
     def expected(self, window: int | None = None) -> list[torch.Tensor]:
         return [
             plain_attention(
-                query.double(), as_stored(keys, self.dtype), as_stored(values, self.dtype), self.scale, window
+                query.double(), as_stored(keys, self.dtype), as_stored(values, self.dtype), self.scale, window, key_ends
             )
-            for query, keys, values in zip(self.queries, self.keys, self.values, strict=True)
+            for query, keys, values, key_ends in zip(self.queries, self.keys, self.values, self.key_ends, strict=True)
         ]
 
     def check(self, window: int | None = None) -> None:
@@ -129,6 +141,29 @@ class Sequences:
         atol = 2e-4 if self.dtype == torch.int8 else 3e-6
         for actual, expected in zip(self.attend(window), self.expected(window), strict=True):
             torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=1e-5)
+
+
+def _key_ends(num_queries: int, num_keys: int, wholes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    ends = torch.arange(1, num_keys + 1, dtype=torch.int32)
+    for begin, end in wholes:
+        if end <= num_keys:
+            ends[begin:end] = end
+    return ends[num_keys - num_queries :]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("lens", [PREFILL, CHUNKS, SPANS], ids=["prefill", "chunks", "spans"])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_tokens_of_a_whole_see_each_other(isa: str, dtype: torch.dtype, lens: Lens, window: int | None) -> None:
+    Sequences(lens, dtype=dtype, wholes=[(0, 3), (4, 5), (10, 75), (120, 140), (1020, 1027)]).check(window)
+
+
+@pytest.mark.parametrize("key_ends", [[5, 6, 7, 8], [3, 2, 3, 4], [1, 2, 3]])
+def test_key_ends_that_cannot_be_are_refused(key_ends: list[int]) -> None:
+    sequences = Sequences([(4, 4)], wholes=[(0, 2)])
+    sequences.key_ends = [torch.tensor(key_ends, dtype=torch.int32)]
+    with pytest.raises(ValueError, match="key_ends"):
+        sequences.attend()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 1_000
 
 
 def parse(**request: Any) -> Any:
-    return parse_request(Request(**request), "id", "", max_message_bytes=MAX_MESSAGE_BYTES)
+    return parse_request(Request(**request), "id", "", max_message_bytes=MAX_MESSAGE_BYTES, max_media_bytes=1_000_000)
 
 
 def test_the_tensor_wins_over_the_request_parameter() -> None:
@@ -58,7 +58,7 @@ def test_a_parameter_that_is_not_utf_8_is_the_clients_mistake() -> None:
     request = Request(text_input="x")
     request.parameters = b'{"\xff": 1}'.decode  # type: ignore[method-assign]
     with pytest.raises(InvalidRequestError, match="not valid UTF-8"):
-        parse_request(request, "id", "", max_message_bytes=MAX_MESSAGE_BYTES)
+        parse_request(request, "id", "", max_message_bytes=MAX_MESSAGE_BYTES, max_media_bytes=0)
 
 
 def test_a_grpc_timeout_is_a_deadline_too() -> None:
@@ -153,7 +153,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "messages too large": ({"messages": " " * 1_001}, "messages has 1001 bytes: must have at most 1000"),
     "an image": (
         {"messages": json.dumps([{"role": "user", "content": [{"type": "image_url"}]}])},
-        "messages.0.content.0.type is 'image_url': must be 'text'",
+        "messages.0.content.0.image_url is None: must be a data URL, since nothing is fetched",
     ),
     "embedding of nothing": (
         {"embedding_request": "{}"},

@@ -323,8 +323,8 @@ def test_an_embedding_is_a_json_list(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_image_is_refused_by_name(server: TritonServer, protocol: Protocol) -> None:
-    with pytest.raises(RequestFailed, match=r"INVALID_ARG: image is set: .*images are not supported yet"):
+def test_a_model_of_text_refuses_an_image_by_name(server: TritonServer, protocol: Protocol) -> None:
+    with pytest.raises(RequestFailed, match=r"INVALID_ARG: image\.0 is set: .*this model takes no images"):
         ask(protocol, server, GREEDY, image=["aGVsbG8=", "aGVsbG8="])
 
 

@@ -25,6 +25,10 @@ struct Attend {
 
   [[nodiscard]] int64_t group() const { return num_heads / cache.num_kv_heads; }  // heads that share keys
   [[nodiscard]] int64_t padded_value_dim() const { return ceil_div(cache.value_dim, kLanes) * kLanes; }
+  // Up to where a token of the batch sees keys of its sequence, in which it has this position.
+  [[nodiscard]] int64_t key_end(int64_t token, int64_t position) const {
+    return max(position + 1, batch.key_ends == nullptr ? 0 : batch.key_ends[token]);
+  }
 };
 
 // How one sequence's work is split: into tiles of queries, and spans of keys where there is but one such tile. It
@@ -178,8 +182,9 @@ class TileKernel {
 
   // Of this tile's keys; begin > end where there are none.
   [[nodiscard]] KeyRange visible(int64_t row) const {
-    const int64_t end = tile_.first_position + row / attend_.group() + 1 - first_key_;
-    return {attend_.window > 0 ? max(0, end - attend_.window) : 0, min(end, num_keys_)};
+    const int64_t query = row / attend_.group(), position = tile_.first_position + query;
+    return {attend_.window > 0 ? max(0, position + 1 - attend_.window - first_key_) : 0,
+            min(attend_.key_end(tile_.first_token + query, position) - first_key_, num_keys_)};
   }
 
   void pack_query() {
@@ -405,7 +410,8 @@ void attend_as(const Attend& attend) {
                               split.first_position + first_query,
                               min(split.tile_queries, split.num_queries - first_query)};
       const int64_t num_rows = tile.num_queries * attend.group();
-      const int64_t num_keys = tile.first_position + tile.num_queries;
+      const int64_t last_query = tile.num_queries - 1;
+      const int64_t num_keys = attend.key_end(tile.first_token + last_query, tile.first_position + last_query);
       const int64_t first_key =
           attend.window > 0 ? max(0, tile.first_position - attend.window + 1) / kKeyTile * kKeyTile : 0;
       if (split.num_spans == 1) {

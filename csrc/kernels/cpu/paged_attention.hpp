@@ -27,7 +27,9 @@ struct LayerCache {
   float* value_scales;
 };
 
-// One step's sequences. seq_lens: keys of each, this step's own included; query_start_loc: [num_seqs + 1].
+// One step's sequences. seq_lens: keys of each, this step's own included; query_start_loc: [num_seqs + 1]. key_ends: of
+// each token, up to where in its sequence it sees keys, if that is behind itself; they never fall within a sequence.
+// Null: no token sees beyond itself.
 struct AttentionBatch {
   int64_t num_seqs;
   int64_t num_tokens;
@@ -35,7 +37,8 @@ struct AttentionBatch {
   int64_t block_table_stride;
   const int32_t* seq_lens;
   const int32_t* query_start_loc;
-  const int64_t* slot_mapping;  // [num_tokens] block * block_size + offset, for `write`
+  const int64_t* slot_mapping;        // [num_tokens] block * block_size + offset, for `write`
+  const int32_t* key_ends = nullptr;  // [num_tokens]
 };
 
 // Which part of a head is turned, and by what: cos, sin [num_tokens, rotary_dim / 2]. Halves are paired (GPT-NeoX's

@@ -56,6 +56,10 @@ class BatchedInputs:
         """[length]; of length 0 if it was not sent."""
         return np.array(self._row(name, 1, "[1, length]"))
 
+    def pixels(self, name: str) -> NDArray[np.uint8]:
+        """[number of images, height, width, channels]; of length 0 if it was not sent."""
+        return np.array(self._row(name, 4, "[1, number of them, height, width, 3]"), dtype=np.uint8)
+
     def word_list(self, name: str) -> list[list[int]]:
         """The token sequences in a [2, length] tensor: all their tokens, and where each of them ends; -1 fills up."""
         shape = "[1, 2, length]"

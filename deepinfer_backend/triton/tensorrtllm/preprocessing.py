@@ -13,13 +13,14 @@ from deepinfer_backend.errors import ConfigError, InvalidRequestError, shown
 from deepinfer_backend.triton.input_tensors import decode_text
 from deepinfer_backend.triton.tensorrtllm.tokenizer_model import TokenizerModel, read_bool
 
+_NO_MEDIA = "images and videos go to tensorrt_llm_bls, or to the model deepinfer"
 # Input → what it would need.
 _REFUSED = {
     "DECODER_QUERY": "models with an encoder are not supported",
-    "IMAGE_BYTES": "images are not supported yet",
-    "IMAGE_URL": "images are not supported yet",
-    "IMAGES": "images are not supported yet",
-    "VIDEO_BYTES": "videos are not supported yet",
+    "IMAGE_BYTES": _NO_MEDIA,
+    "IMAGE_URL": _NO_MEDIA,
+    "IMAGES": _NO_MEDIA,
+    "VIDEO_BYTES": _NO_MEDIA,
     "PROMPT_TABLE_EXTRA_ID": "prompt tables are not supported",
 }
 _MULTIMODAL = "multimodal_model_path"
@@ -38,8 +39,7 @@ class TritonPythonModel(TokenizerModel):
     def configure(self, parameters: Mapping[str, str]) -> None:
         if _MULTIMODAL in parameters:
             raise ConfigError(
-                f"config.pbtxt: {_MULTIMODAL} is {shown(parameters[_MULTIMODAL])}: must be left out (images are not "
-                "supported yet)"
+                f"config.pbtxt: {_MULTIMODAL} is {shown(parameters[_MULTIMODAL])}: must be left out ({_NO_MEDIA})"
             )
         self._add_special_tokens = read_bool(parameters, "add_special_tokens", default=True)
 

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.messages import EngineInfo
 from deepinfer_backend.errors import InvalidRequestError, shown
+from deepinfer_backend.media.medium import from_object
 from deepinfer_backend.triton.generate_request import CancelRequest, GenerateRequest, RequestParser
 from deepinfer_backend.triton.request import RequestParameters, read_parameters
 from deepinfer_backend.triton.tensorrtllm.inputs import BatchedInputs
@@ -32,7 +34,8 @@ _NO_PROMPT_TUNING = "prompt tuning is not supported"
 _NO_LORA_UPLOAD = "an adapter is named when the server starts, in lora_modules"
 _NO_ENCODER = "encoder-decoder models are not supported"
 _NO_DRAFTS = "drafts from the client are not supported"
-_NO_IMAGES = "images and videos are not supported"
+_NO_FEATURES = "images come as pixels, in image_bytes_input of tensorrt_llm_bls"
+_NO_URL = "nothing is fetched: images come as pixels, in image_bytes_input"
 _NO_TOP_P_DECAY = "top_p stays what it is"
 _NO_RETENTION = "what the KV cache keeps cannot be chosen"
 _NO_LOOKAHEAD = "lookahead decoding is not supported"
@@ -56,8 +59,8 @@ _UNSUPPORTED_BESIDE_TOKENS = {
     "draft_acceptance_threshold": _NO_DRAFTS,
     "beam_search_diversity_rate": "beams are the likeliest ones",
     "prompt_table_extra_ids": _NO_PROMPT_TUNING,
-    "mrope_rotary_cos_sin": _NO_IMAGES,
-    "mrope_position_deltas": _NO_IMAGES,
+    "mrope_rotary_cos_sin": _NO_FEATURES,
+    "mrope_position_deltas": _NO_FEATURES,
     "context_phase_params": "prefill and decode are one engine's",
     "retention_token_range_starts": _NO_RETENTION,
     "retention_token_range_ends": _NO_RETENTION,
@@ -73,10 +76,8 @@ _UNSUPPORTED_BESIDE_TEXT = {
     **_UNSUPPORTED,
     "decoder_text_input": _NO_ENCODER,
     "prompt_table_extra_id": _NO_PROMPT_TUNING,
-    "image_input": _NO_IMAGES,
-    "image_bytes_input": _NO_IMAGES,
-    "image_url_input": _NO_IMAGES,
-    "video_bytes_input": _NO_IMAGES,
+    "image_input": _NO_FEATURES,
+    "image_url_input": _NO_URL,
     "num_draft_tokens": _NO_DRAFTS,
     "use_draft_logits": _NO_DRAFTS,
 }
@@ -190,7 +191,7 @@ class TensorrtLlmBlsParser:
         return GenerateRequest(
             request_id=request_id,
             client_request_id=client_request_id,
-            prompt=text,
+            prompt=_with_media(text, inputs),
             sampling_params=params,
             build_tensors=TextResponses(wanted),
             stream=stream,
@@ -216,6 +217,20 @@ def tensorrt_llm_bls_interface(
 ) -> RequestParser:
     """The WireInterface of `tensorrt_llm_bls`."""
     return TensorrtLlmBlsParser(tokenizer, info, config, options)
+
+
+def _with_media(text: str, inputs: BatchedInputs) -> str | Chat:
+    """With pixels: the user's turn of a conversation, as NVIDIA's preprocessing makes one of such a text."""
+    images, video = inputs.pixels("image_bytes_input"), inputs.pixels("video_bytes_input")
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": from_object("image", f"image_bytes_input.{index}", image)}
+        for index, image in enumerate(images)
+    ]
+    if len(video):
+        parts.append({"type": "video", "video": from_object("video", "video_bytes_input", video)})
+    if not parts:
+        return text
+    return Chat.from_objects([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
 
 
 def _read_parameters(request: Any) -> RequestParameters:
