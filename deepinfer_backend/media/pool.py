@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
+_MAX_TRIES = 2
 
 _decoder = msgspec.msgpack.Decoder(MediaAnswer)
 
@@ -37,7 +38,7 @@ class MultiModalProcessor:
     1. Every submitted request comes out of `fetch` or `fetch_to_abort_requests` exactly once, unless it is cancelled.
     2. Each of `num_media_workers` threads `deepinfer-media-…` talks to a process of its own, which it starts with its
        first request, ends when a request takes longer than `media_timeout_s`, and replaces when it has ended. A request
-       whose process ended fails alone.
+       whose process ended is tried once more, and then fails alone.
     3. What is known of a request is held by whoever fetched it until `release`. While that is more than
        `max_queued_media_bytes`, no further request is begun.
 
@@ -192,21 +193,26 @@ class MultiModalProcessor:
             os.eventfd_write(self._wakeup, 1)
 
     def _process(self, number: int, prompt: MediaPrompt) -> ProcessedPrompt:
-        process = self._running_process(number)
-        try:
-            answer = _decoder.decode(process.ask(msgspec.msgpack.encode(prompt), self._timeout_s))
-        except TimeoutError:
-            self._end(number)
+        answer = None
+        for _ in range(_MAX_TRIES):
+            process = self._running_process(number)
+            try:
+                answer = _decoder.decode(process.ask(msgspec.msgpack.encode(prompt), self._timeout_s))
+                break
+            except TimeoutError:
+                self._end(number)
+                raise InvalidRequestError(
+                    f"{prompt.media[0].field}: its request's media took longer than {self._timeout_s:g} s "
+                    "(media_timeout_s)"
+                ) from None
+            except EOFError:
+                ending = self._end(number)
+                if not self._is_closed:
+                    logger.error("a media process ended with %s", ending)
+        if answer is None:
             raise InvalidRequestError(
-                f"{prompt.media[0].field}: its request's media took longer than {self._timeout_s:g} s (media_timeout_s)"
-            ) from None
-        except EOFError:
-            ending = self._end(number)
-            if not self._is_closed:
-                logger.error("a media process ended with %s", ending)
-            raise InvalidRequestError(
-                f"{prompt.media[0].field}: the media process ended with {ending} while it read its request's media"
-            ) from None
+                f"{prompt.media[0].field}: media processes end with {ending} while they read its request's media"
+            )
         if isinstance(answer, MediaRefused):
             raise InvalidRequestError(answer.message)
         assert isinstance(answer, ProcessedPrompt)

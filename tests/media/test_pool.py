@@ -76,21 +76,34 @@ def test_a_prompt_is_what_the_models_processor_makes_of_it(model: Path) -> None:
         assert processor.num_held_bytes == 0
 
 
-def test_a_process_that_dies_fails_its_request_and_is_replaced(model: Path) -> None:
+def kill_while_it_reads(processor: MultiModalProcessor, request_id: str) -> None:
+    (process_id,) = processor.process_ids
+    os.kill(process_id, signal.SIGSTOP)
+    processor.submit(request_id, prompt())
+    time.sleep(0.2)
+    os.kill(process_id, signal.SIGKILL)
+    wait_until(lambda: process_id not in processor.process_ids)
+
+
+def test_a_process_that_dies_is_replaced_and_its_request_tried_again(model: Path) -> None:
     with open_pool(model, num_media_workers=1) as processor:
         processor.submit("before", prompt())
         assert isinstance(collect(processor, 1)["before"], ProcessedPrompt)
-        (process_id,) = processor.process_ids
-        os.kill(process_id, signal.SIGSTOP)
-        processor.submit("struck", prompt())
-        time.sleep(0.2)
-        os.kill(process_id, signal.SIGKILL)
+        kill_while_it_reads(processor, "struck")
+        assert isinstance(collect(processor, 1)["struck"], ProcessedPrompt)
+
+
+def test_a_request_whose_processes_die_fails_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool(model, num_media_workers=1) as processor:
+        processor.submit("before", prompt())
+        collect(processor, 1)
+        monkeypatch.setattr("deepinfer_backend.media.pool._MAX_TRIES", 1)
+        kill_while_it_reads(processor, "struck")
         failure = collect(processor, 1)["struck"]
         assert isinstance(failure, DeepInferError)
-        assert failure.message == "image.0: the media process ended with signal 9 while it read its request's media"
+        assert failure.message == "image.0: media processes end with signal 9 while they read its request's media"
         processor.submit("after", prompt())
         assert isinstance(collect(processor, 1)["after"], ProcessedPrompt)
-        assert processor.process_ids != [process_id]
 
 
 def test_a_process_that_died_idle_is_replaced_and_costs_no_request(model: Path) -> None:
