@@ -19,7 +19,7 @@ STAMPS := $(VENV)/.stamps
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 .PHONY: serve test lint sanitize soak bench bench-features bench-speculation bench-ranks bench-load \
-  bench-scaling peers clean setup
+  bench-media bench-scaling peers clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -76,6 +76,9 @@ bench-ranks: setup $(STAMPS)/dev
 
 bench-load: setup $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.under_load $(ARGS)
+
+bench-media: setup $(STAMPS)/dev
+	$(BIN)/python -m benchmarks.media $(ARGS)
 
 # A simulation: no model, no device.
 bench-scaling: setup $(STAMPS)/dev $(STAMPS)/bench

@@ -1,0 +1,3 @@
+"""What DeepInfer reaches, beside its peers and the machine's limits."""
+
+import deepinfer_backend  # noqa: F401  before transformers: it makes torchvision importable

@@ -6,6 +6,7 @@ Frames are a length (4 bytes, little endian) and as many bytes. The process ends
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -68,6 +69,9 @@ class HelperProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
+        for pipe in (self._input, self._output):
+            with contextlib.suppress(OSError):  # the most that a user may have can be less
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIECE_BYTES)
 
     @property
     def pid(self) -> int:

@@ -133,7 +133,7 @@ def set_up_model(config: EngineConfig, stream: DeviceStream, world: RankWorld | 
         max_model_len=max_model_len,
         num_speculative_tokens=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         ranks=ranks,
-        family=vision_family(path),
+        family=vision_family(path, device.type),
     )
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens, at most %d tokens a sequence",

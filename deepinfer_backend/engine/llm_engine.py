@@ -241,7 +241,8 @@ class LLMEngine:
         """
         if len(self._waiting):
             may_sleep = not self.scheduler.has_unfinished_seqs() and not self.has_inflight_step()
-            failures = self._waiting.admit_ready(may_sleep=may_sleep)
+            with self.timers.record("multi_modal_fetch"):
+                failures = self._waiting.admit_ready(may_sleep=may_sleep)
             # Where the fault is ours, a part of it may be in the scheduler; one that was refused may bear another's id.
             self.abort_request([failure.request_id for failure in failures if failure.word == EngineError.word])
             self._results += failures

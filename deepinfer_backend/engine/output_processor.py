@@ -102,6 +102,7 @@ class OutputProcessor:
 
     def add_request(self, request: EngineRequest, arrival_time_ns: int) -> None:
         """`arrival_time_ns`: of CLOCK_MONOTONIC; for the request's times."""
+        request = msgspec.structs.replace(request, media=None)  # nothing here asks for its contents
         state = _Request(request, arrival_time_ns, request.sampling_params.n)
         if request.sampling_params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
             state.prompt_logprobs = [None]  # nothing to compute, so no result comes

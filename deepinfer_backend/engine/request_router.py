@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
+
 from deepinfer_backend.engine.messages import EngineRequest, Prompted
 
 T = TypeVar("T")
@@ -68,7 +70,8 @@ class RequestRouter:
             candidates = prompt_ranks or self.decoding(available)
             rank = min(candidates, key=lambda each: (self._work[each] - num_known[each], each))
             work = num_tokens - num_known[rank] + _SEQUENCE_WORK * num_sequences
-            self._assign(_Assignment(rank, work, request))
+            # Media are sent once, and need not be kept.
+            self._assign(_Assignment(rank, work, msgspec.structs.replace(request, media=None)))
             for key in keys:
                 self._ranks_with[key] = self._ranks_with.pop(key, 0) | 1 << rank
             while len(self._ranks_with) > _MAX_KNOWN_CHUNKS:

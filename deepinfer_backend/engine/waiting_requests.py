@@ -158,7 +158,7 @@ class WaitingRequests:
 
     def _take_media(self, failures: list[RequestFailed]) -> None:
         for request_id, processed in self._media.fetch():
-            request = msgspec.structs.replace(self._for_media.pop(request_id), processed=processed)
+            request = msgspec.structs.replace(self._for_media.pop(request_id), media=None, processed=processed)
             try:
                 self._add_with_prompt(self._take_prompt(request))
             except Exception as error:

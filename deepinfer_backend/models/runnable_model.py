@@ -65,7 +65,7 @@ def load_runnable_model(
         UnsupportedModelError: neither of the two ways computes it, or its files lack some of its weights.
     """
     method = _quantization_config(path).get("quant_method")
-    sees_images = vision_family(path) is not None
+    sees_images = vision_family(path, device.type) is not None
     spec_or_reason = _why_not_here(dtype, device, has_adapters, sees_images) or read_decoder_spec(path)
     if isinstance(spec_or_reason, DecoderSpec) and method not in (None, *PACKED_METHODS):
         spec_or_reason = f"the quant_method of its weights is {method}"

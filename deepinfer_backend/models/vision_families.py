@@ -39,8 +39,8 @@ VISION_FAMILIES = {
 _LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
-def vision_family(path: Path) -> VisionFamily | None:
-    """Of the model in folder `path`; None if it takes text alone, or media that are not known here.
+def vision_family(path: Path, device_type: str = "cpu") -> VisionFamily | None:
+    """Of the model in folder `path`; None if it takes text alone on such a device, or media that are not known here.
 
     Raises:
         UnsupportedModelError: it is of a known family, but with another vision part.
@@ -53,4 +53,6 @@ def vision_family(path: Path) -> VisionFamily | None:
             f"{path}: vision_config.model_type is {vision_config.get('model_type')!r}: must be "
             f"{' or '.join(_LLAVA_TOWERS)} for a llava model"
         )
+    if family is not None and family.sees_whole_images and device_type != "cpu":
+        return None  # attention there lets no token see what comes after it
     return family

@@ -100,6 +100,8 @@ def _attend_cuda(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    assert step.key_ends is None
+
     cache.keys.flatten(0, 1).index_copy_(0, step.slot_mapping, key)
     cache.values.flatten(0, 1).index_copy_(0, step.slot_mapping, value)
     result = varlen_attn(

@@ -147,7 +147,8 @@ class Frontend:
                 stream = ResponseStream(request_id, sender, None, trace_context)
             else:
                 parsed = self._with_defaults(parsed)
-                stream = ResponseStream(request_id, sender, parsed, trace_context)
+                # The answer needs nothing of the prompt, which may be large.
+                stream = ResponseStream(request_id, sender, dataclasses.replace(parsed, prompt=""), trace_context)
                 self._request_log.log_arrival(parsed)
             self._responder.open(stream)
         except Exception as error:

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 
 class StepTimers:
-    """Seconds that the host spent in each phase since the start: schedule, vote (of ranks in lockstep), forward
+    """Seconds that the host spent in each phase since the start.
+
+    They are multi_modal_fetch (taking in what waited for its media, grammar or adapter; asleep, if nothing else was to
+    do), schedule, vote (of ranks in lockstep), forward
     (launching it), sample, post_process (waiting for the device included), and in all of a step.
 
     Owned by the thread that steps the engine.

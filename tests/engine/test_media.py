@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from deepinfer_backend import LLM, SamplingParams
-from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.errors import ConfigError, InvalidRequestError
 from deepinfer_backend.media.pool import MultiModalProcessor
 from deepinfer_backend.media.prompt import ProcessedPrompt
 from deepinfer_backend.models.vision_families import VISION_FAMILIES as KNOWN_FAMILIES
+from tests.support.lora import make_random_adapter, merged_model
 from tests.support.media import encoded, frames, picture, video_file
 from tests.support.vision_models import VISION_FAMILIES, MediaCase, VisionOracle, make_vision_model, media_cases
 
@@ -230,6 +233,47 @@ def test_structured_output_and_an_embedding_beside_media(qwen: FamilyModel) -> N
         )
         assert set(answers) <= {"a red block", "a blue block"}
         check_nothing_is_left(llm)
+
+
+def test_adapters_change_the_text_part_and_nothing_else(qwen: FamilyModel, tmp_path: Path) -> None:
+    path, _, cases = qwen
+    adapter = make_random_adapter(
+        path,
+        tmp_path / "adapter",
+        seed=1,
+        model_class=AutoModelForImageTextToText,
+        target_modules=r".*language_model.*(q_proj|down_proj)",
+    )
+    of_vision = make_random_adapter(
+        path,
+        tmp_path / "vision",
+        seed=1,
+        model_class=AutoModelForImageTextToText,
+        target_modules=r".*visual.*qkv",
+    )
+    merged = shutil.copytree(path, tmp_path / "merged")
+    model: Any = merged_model(path, adapter, AutoModelForImageTextToText)
+    model.save_pretrained(merged)
+    oracle = VisionOracle(merged)
+    expected = [
+        oracle.answer(case.prompt, case.images, case.videos, name=case.name, num_tokens=NUM_TOKENS) for case in cases
+    ]
+    assert [case.token_ids for case in expected] != [case.token_ids for case in cases]
+    with LLM(str(path), lora_modules={"tuned": str(adapter)}, **ENGINE) as llm:
+        check(llm, expected, lora_name="tuned")
+        check(llm, cases)
+    with pytest.raises(ConfigError, match="belongs to the model's vision part"):
+        LLM(str(path), lora_modules={"tuned": str(of_vision)}, **ENGINE)
+
+
+def test_a_conversation_of_text_alone(model: FamilyModel) -> None:
+    path, oracle, _ = model
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Only words."}]}]
+    _, expected = oracle.chat(messages, num_tokens=NUM_TOKENS)
+    with LLM(str(path), decode_sequence=False, **ENGINE) as llm:
+        for each in (messages, [{"role": "user", "content": "Only words."}]):
+            (outputs,) = llm.chat(each, greedy(), use_tqdm=False)
+            assert [output.token_id for output in outputs] == expected  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

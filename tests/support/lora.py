@@ -33,11 +33,13 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
-def make_random_adapter(model_path: Path, folder: Path, *, seed: int, **fields: Any) -> Path:
+def make_random_adapter(
+    model_path: Path, folder: Path, *, seed: int, model_class: Any = AutoModelForCausalLM, **fields: Any
+) -> Path:
     """Writes a random adapter for the model and returns its folder; `fields` are those of PEFT's LoraConfig."""
     torch.manual_seed(seed)
     write_float32_weights(model_path)
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    base = model_class.from_pretrained(model_path, dtype=torch.float32)
     # Else B is zero, and the adapter changes nothing.
     config = LoraConfig(**{"init_lora_weights": False, **fields})
     with _quiet_peft():
@@ -45,10 +47,10 @@ def make_random_adapter(model_path: Path, folder: Path, *, seed: int, **fields: 
     return folder
 
 
-def merged_model(model_path: Path, adapter: Path | None) -> torch.nn.Module:
+def merged_model(model_path: Path, adapter: Path | None, model_class: Any = AutoModelForCausalLM) -> torch.nn.Module:
     """PEFT's merged model, in float32 with transformers' own attention; without an adapter the model itself."""
     write_float32_weights(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    model = model_class.from_pretrained(model_path, dtype=torch.float32).eval()
     if adapter is not None:
         with _quiet_peft():
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
