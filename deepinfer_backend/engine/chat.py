@@ -64,7 +64,7 @@ class Chat:
             None if template_kwargs is None else read_json("chat_template_kwargs", template_kwargs, max_bytes),
             from_url,
         )
-        num_bytes = len(messages) - sum(len(medium.data) * 4 // 3 for medium in chat.media)
+        num_bytes = len(messages.encode()) - sum(len(medium.data) * 4 // 3 for medium in chat.media)
         if num_bytes > max_bytes:
             raise InvalidRequestError(
                 f"messages has {num_bytes} bytes besides its media: must have at most {max_bytes}"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils.chat_template_utils import _get_template_variables
 from transformers.video_utils import VideoMetadata
 
 from deepinfer_backend.errors import InvalidRequestError
@@ -23,6 +24,7 @@ from deepinfer_backend.models.model_files import one_line
 from deepinfer_backend.models.vision_families import Kind, vision_family
 
 _DIGEST_BYTES = 16
+_TEMPLATE_SWITCHES = frozenset({"add_generation_prompt", "continue_final_message"})
 # Their processors ask where in the text a token came from, which nobody knows of a text whose special tokens were made
 # harmless.
 _NEED_OFFSETS = frozenset({"idefics3"})
@@ -85,7 +87,6 @@ class PromptProcessor:
         may_sanitize = self._model_type not in _NEED_OFFSETS
         if not may_sanitize:
             self._refuse_special_tokens(prompt)
-        switches = {"add_generation_prompt": not prompt.template_kwargs.get("continue_final_message", False)}
         return self._processor.apply_chat_template(
             _with_media(prompt.messages, images, frames),
             tools=prompt.tools,
@@ -94,8 +95,20 @@ class PromptProcessor:
             sanitize_control_tokens=may_sanitize,
             return_tensors=options.pop("return_tensors"),
             processor_kwargs=options,
-            **{**switches, **prompt.template_kwargs},
+            **self._template_kwargs(prompt),
         )
+
+    def _template_kwargs(self, prompt: MediaPrompt) -> dict[str, Any]:
+        """What of the request's variables the template knows: the library gives the others to the processor, where
+        `images` could be an address to fetch.
+        """
+        given = prompt.template_kwargs
+        known = _TEMPLATE_SWITCHES
+        has_own_template = self._model_type != "smolvlm" or all(medium.kind == "image" for medium in prompt.media)
+        if has_own_template and isinstance(self._processor.chat_template, str):
+            known = known | _get_template_variables(self._processor.chat_template)
+        switches = {"add_generation_prompt": not given.get("continue_final_message", False)}
+        return {**switches, **{name: value for name, value in given.items() if name in known}}
 
     def _refuse_special_tokens(self, prompt: MediaPrompt) -> None:
         given = json.dumps([prompt.messages, prompt.tools, prompt.template_kwargs], ensure_ascii=False)
@@ -250,16 +263,13 @@ def _metadata(video: DecodedVideo) -> VideoMetadata:
 def _with_media(messages: list[dict[str, Any]], images: list[Any], videos: list[Any]) -> list[dict[str, Any]]:
     """The messages with each medium in its place."""
     media = {"image": iter(images), "video": iter(videos)}
+
+    def with_medium(part: dict[str, Any]) -> dict[str, Any]:
+        kind = part["type"]
+        return {**part, kind: next(media[kind])} if kind in media else part
+
     return [
-        {
-            **message,
-            "content": [
-                {"type": part["type"], part["type"]: next(media[part["type"]])} if part["type"] in media else part
-                for part in message["content"]
-            ]
-            if isinstance(message.get("content"), list)
-            else message.get("content"),
-        }
+        {**message, "content": [with_medium(part) for part in message["content"]]} if message["content"] else message
         for message in messages
     ]
 

@@ -202,6 +202,19 @@ def test_a_text_in_a_conversation_cannot_stand_for_an_image(qwen: FamilyModel) -
         assert isinstance(completion, str)
 
 
+def test_a_conversations_variables_are_the_templates_alone(qwen: FamilyModel) -> None:
+    """transformers would give what the template does not know to the processor: images could be fetched so."""
+    path, oracle, _ = qwen
+    image = picture(60, 60)
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    _, expected = oracle.chat(messages, num_tokens=NUM_TOKENS)
+    variables = {"images": ["http://localhost:9/a.png"], "do_resize": False, "unknown": 1}
+    with LLM(str(path), decode_sequence=False, **ENGINE) as llm:
+        (outputs,) = llm.chat(messages, greedy(), use_tqdm=False, chat_template_kwargs=variables)
+    assert [output.token_id for output in outputs] == expected  # type: ignore[union-attr]
+
+
 def test_a_video_file_is_its_frames_at_their_times(family_model: Callable[[str], FamilyModel]) -> None:
     path, oracle, _ = family_model("qwen2_5_vl")
     pixels = frames(8, 112, 84, 6)
