@@ -117,7 +117,7 @@ class LLMEngine:
         self._last_step_end_s = 0.0
         self._sequence_metadata_pool = SequenceMetadataPool()
         self._deferred_release = DeferredRelease(self.request_output_pool)
-        self.multi_modal_processor = MultiModalProcessor(parts.path, config)
+        self.multi_modal_processor = MultiModalProcessor(parts.path, config, starts_now=parts.family is not None)
         self._media = MediaRequests(parts.family, self.multi_modal_processor)
         self._embeddings = parts.media_embeddings(config)
         slots = SlotState(config.max_num_seqs, num_speculative_tokens, model.device)

@@ -36,16 +36,17 @@ class MultiModalProcessor:
     """Makes prompts of requests with media, without making the engine wait.
 
     1. Every submitted request comes out of `fetch` or `fetch_to_abort_requests` exactly once, unless it is cancelled.
-    2. Each of `num_media_workers` threads `deepinfer-media-…` talks to a process of its own, which it starts with its
-       first request, ends when a request takes longer than `media_timeout_s`, and replaces when it has ended. A request
-       whose process ended is tried once more, and then fails alone.
+    2. Each of `num_media_workers` threads `deepinfer-media-…`, which start when they are needed, talks to a process of
+       its own. It ends that when a request takes longer than `media_timeout_s`, and replaces it when it has ended. A
+       request whose process ended is tried once more, and then fails alone.
     3. What is known of a request is held by whoever fetched it until `release`. While that is more than
        `max_queued_media_bytes`, no further request is begun.
 
     All methods are for the engine's thread.
     """
 
-    def __init__(self, model_path: Path, config: EngineConfig) -> None:
+    def __init__(self, model_path: Path, config: EngineConfig, *, starts_now: bool = False) -> None:
+        """starts_now: one process is ready, or soon, when the first request comes."""
         self._start = MediaWorkerStart(
             str(model_path), config.max_image_pixels, config.max_video_frames, config.num_video_frames
         )
@@ -65,6 +66,8 @@ class MultiModalProcessor:
         self._processes: dict[int, HelperProcess] = {}
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        if starts_now:
+            self._start_thread()
 
     def fileno(self) -> int:
         """Readable while there is something to fetch."""
@@ -155,6 +158,11 @@ class MultiModalProcessor:
         thread.start()
 
     def _run(self, number: int) -> None:
+        try:
+            self._running_process(number)
+        except DeepInferError as error:
+            if not self._is_closed:
+                logger.error("images and videos cannot be taken: %s", error.message)
         while (next_one := self._next()) is not None:
             request_id, prompt = next_one
             try:
@@ -163,11 +171,10 @@ class MultiModalProcessor:
                 answer = error
             except Exception:
                 logger.exception("request %s: its media cannot be processed", request_id)
+                self._end(number)  # nobody knows what it would answer next
                 answer = EngineError(f"request {request_id}: its media cannot be processed; the log has the traceback")
             self._finish(request_id, answer)
-        process = self._processes.pop(number, None)
-        if process is not None:
-            process.stop()
+        self._end(number)
 
     def _next(self) -> tuple[str, MediaPrompt] | None:
         with self._lock:
@@ -239,6 +246,7 @@ class MultiModalProcessor:
         return process
 
     def _end(self, number: int) -> str:
+        """How it ended."""
         with self._lock:
-            process = self._processes.pop(number)
-        return process.stop()
+            process = self._processes.pop(number, None)
+        return "" if process is None else process.stop()

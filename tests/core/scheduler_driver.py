@@ -42,6 +42,7 @@ class SchedulerDriver:
     3. Sequences come into being and are freed exactly when the scheduler says so.
     4. A row has as many drafts as its sequence's past, the threshold and the limits say, and what becomes of them is
        counted.
+    5. No chunk ends within a span that must not be cut.
     """
 
     def __init__(self, *, zero_overhead_scheduling: bool = True, **limits: Any) -> None:
@@ -78,7 +79,12 @@ class SchedulerDriver:
         line.num_forks_due = line.n - 1
         prompt_array = np.array(prompt, dtype=np.int32)
         seq_id = self.scheduler.add_seq(
-            request_id, prompt_array, line.options(), priority=line.priority, cache_salt=line.salt
+            request_id,
+            prompt_array,
+            line.options(),
+            priority=line.priority,
+            cache_salt=line.salt,
+            uncut_spans=list(line.uncut_spans),
         )
         self._know(seq_id, line)
         return seq_id
@@ -176,6 +182,8 @@ class SchedulerDriver:
         launched = None
         if not batch.is_empty():
             num_outputs = {row.seq_id: row.output_index for row in metadata}
+            for row in metadata:
+                assert not any(begin < row.seqlen_k < end for begin, end in self.lines[row.seq_id].uncut_spans)
             launched = self._device.launch(batch, metadata, self.lines, self.inflight, fails)
             self._check_num_drafts(launched, num_outputs, draft_threshold)
         self.scheduler.check_invariants()

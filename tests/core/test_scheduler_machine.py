@@ -61,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "tenant"]),
         draft_quality=st.sampled_from([None, 0, 2, 3, 4]),
         wishes=st.sampled_from(WISHES),
+        span=st.sampled_from([(0, 0), (0, 0), (0, 3), (2, 6), (1, 12)]),
     )
     def add(
         self,
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         min_tokens: int,
         wishes: tuple[dict[str, int], int, bool, int],
+        span: tuple[int, int],
         **params: object,
     ) -> None:
         prompt = (text[:num_shared] + tail)[: self.driver.max_seq_len - 1]
@@ -79,6 +81,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens = min(min_tokens, max_tokens)
         seed = 100 * self.num_requests
         sequences, num_logprobs, prompt_logprobs, lora_id = wishes
+        begin = span[0]
+        end = min(span[1], len(prompt), begin + self.driver.limits["max_num_batched_tokens"])
         self.driver.add(
             request_id,
             prompt,
@@ -88,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_logprobs=num_logprobs,
             prompt_logprobs=prompt_logprobs,
             lora_id=lora_id,
+            uncut_spans=((begin, end),) if begin < end and not prompt_logprobs else (),
             is_tracked=self.num_requests % 3 > 0,
             **sequences,
             **params,

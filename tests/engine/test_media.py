@@ -161,10 +161,18 @@ def test_drafts_from_the_text_so_far(qwen: FamilyModel) -> None:
         check(llm, cases)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "gemma3"])
-def test_two_ranks_of_one_engine(family_model: Callable[[str], FamilyModel], family: str) -> None:
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("llava", {"tensor_parallel_size": 2}),
+    ("qwen2_vl", {"tensor_parallel_size": 2}),
+    ("gemma3", {"tensor_parallel_size": 2}),
+    ("qwen2_vl", {"data_parallel_size": 2, "data_parallel_lockstep": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_several_processes(family_model: Callable[[str], FamilyModel], family: str, layout: dict[str, Any]) -> None:
     path, _, cases = family_model(family)
-    with LLM(str(path), tensor_parallel_size=2, **ENGINE) as llm:
+    with LLM(str(path), **layout, **ENGINE) as llm:
         completions = llm.complete(
             [case.prompt for case in cases],
             greedy(),
