@@ -30,9 +30,10 @@ from deepinfer_backend.engine.media_requests import MediaRequests
 from deepinfer_backend.engine.messages import BlockSource, EngineInfo, EngineRequest, EngineStats, RequestResult
 from deepinfer_backend.engine.prompted import prompted_among, prompted_sequence
 from deepinfer_backend.engine.queue_deadlines import QueueDeadlines
-from deepinfer_backend.engine.rank_group import RankGroup, StepKind
+from deepinfer_backend.engine.rank_group import RankGroup, StepKind, step_kind
 from deepinfer_backend.engine.request_limits import check_prompt_length
 from deepinfer_backend.engine.sampling_options import sampling_options
+from deepinfer_backend.engine.stats import scheduler_stats
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
 from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
@@ -256,7 +257,7 @@ class LLMEngine:
             others_compute = False
             if self._group is not None:
                 with self.timers.record("vote"):
-                    others_compute = self._group.vote(_kind_of(batch)) is not StepKind.IDLE
+                    others_compute = self._group.vote(step_kind(batch)) is not StepKind.IDLE
             self._is_stalled = batch.is_empty() and not self.has_inflight_step()
             handles = self.worker.execute_model_step(batch, with_placeholder=others_compute)
             if not self.has_unfinished_requests():
@@ -316,25 +317,16 @@ class LLMEngine:
         self._free_finished()
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
-        return EngineStats(
-            num_waiting=scheduler.num_waiting + len(self._waiting),
-            num_running=scheduler.num_running + scheduler.num_prompted,
+        own = EngineStats(
+            num_waiting=len(self._waiting),
             max_num_seqs=self._max_num_seqs,
-            num_blocks=scheduler.num_blocks,
-            num_used_blocks=scheduler.num_used_blocks,
             block_size=self.info.block_size,
-            num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
             num_generation_tokens=self._num_generation_tokens,
-            num_drafts=scheduler.num_drafts,
-            num_draft_tokens=scheduler.num_draft_tokens,
-            num_accepted_draft_tokens=scheduler.num_accepted_draft_tokens,
-            num_accepted_by_position=scheduler.num_accepted_by_position.tolist(),
             num_steps=self._num_steps,
             num_engines=1,
         )
+        return own + scheduler_stats(self.scheduler)
 
     def close(self) -> None:
         """Ends the device thread, the grammar compiler and the media processes; safe to call twice."""
@@ -411,12 +403,6 @@ class LLMEngine:
             if request.sampling_params.lora_name is not None:
                 self._adapters.release(request.sampling_params.lora_name)
             self._media.release(request)
-
-
-def _kind_of(batch: SchedulerOutputs) -> StepKind:
-    if batch.is_empty():
-        return StepKind.IDLE
-    return StepKind.PREFILL if batch.is_prefill else StepKind.DECODE
 
 
 def _cache_salt(lora_id: int, client_salt: str | None) -> str:

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from deepinfer_backend._core import SchedulerOutputs
 from deepinfer_backend.errors import EngineDeadError
 
 
@@ -16,6 +17,12 @@ class StepKind(IntEnum):
     IDLE = 0
     DECODE = 1
     PREFILL = 2
+
+
+def step_kind(batch: SchedulerOutputs) -> StepKind:
+    if batch.is_empty():
+        return StepKind.IDLE
+    return StepKind.PREFILL if batch.is_prefill else StepKind.DECODE
 
 
 class RankGroup:

@@ -1,14 +1,31 @@
-"""The periodic line of statistics."""
+"""What a scheduler counts, and the periodic line of statistics."""
 
 from __future__ import annotations
 
 import logging
 import time
 
+from deepinfer_backend._core import Scheduler
 from deepinfer_backend.engine.messages import EngineStats
 from deepinfer_backend.worker.timers import StepTimers
 
 logger = logging.getLogger(__name__)
+
+
+def scheduler_stats(scheduler: Scheduler) -> EngineStats:
+    """Its part of an engine's."""
+    return EngineStats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running + scheduler.num_prompted,
+        num_blocks=scheduler.num_blocks,
+        num_used_blocks=scheduler.num_used_blocks,
+        num_preemptions=scheduler.num_preemptions,
+        num_cached_tokens=scheduler.num_cached_tokens,
+        num_drafts=scheduler.num_drafts,
+        num_draft_tokens=scheduler.num_draft_tokens,
+        num_accepted_draft_tokens=scheduler.num_accepted_draft_tokens,
+        num_accepted_by_position=scheduler.num_accepted_by_position.tolist(),
+    )
 
 
 class StatsLine:
