@@ -331,13 +331,15 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str = "",
         client_index: int = 0,
-        uncut_spans: list[tuple[int, int]] = ...,
+        media_spans: list[tuple[int, int]] = ...,
+        keeps_media_whole: bool = False,
     ) -> int:
         """Puts a new sequence into `waiting` and returns its id. A lower `priority` value goes first.
 
         prompt_token_ids: a negative one stands for a place in an image or a video; what it names to the prefix cache
         must be that content alone. cache_salt: only sequences with the same share cached blocks. client_index: whose
-        outputs `pack` puts together. uncut_spans: (begin, end) of parts of the prompt within which no chunk ends.
+        outputs `pack` puts together. media_spans: (begin, end) of parts of the prompt that are costly to compute; of
+        them a step has one, while other sequences could decode. keeps_media_whole: no chunk ends within one.
 
         Raises:
             ValueError: the prompt is empty, exceeds max_model_len - 1 or the cache, or the request id is in use; a span

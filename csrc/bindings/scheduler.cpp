@@ -60,14 +60,15 @@ void bind_scheduler(py::module_& m) {
           "add_seq",
           [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,
              const SamplingOptions& options, int64_t priority, const std::string& cache_salt, int32_t client_index,
-             const std::vector<std::pair<int64_t, int64_t>>& uncut_spans) {
+             const std::vector<std::pair<int64_t, int64_t>>& media_spans, bool keeps_media_whole) {
             std::vector<TokenSpan> spans;
-            for (const auto& [begin, end] : uncut_spans) spans.push_back({begin, end});
+            for (const auto& [begin, end] : media_spans) spans.push_back({begin, end});
             return self.add_seq(request_id, to_vector(prompt_token_ids), options, priority, cache_salt, client_index,
-                                std::move(spans));
+                                std::move(spans), keeps_media_whole);
           },
           "request_id"_a, "prompt_token_ids"_a, "options"_a, py::kw_only(), "priority"_a = 0, "cache_salt"_a = "",
-          "client_index"_a = 0, "uncut_spans"_a = std::vector<std::pair<int64_t, int64_t>>())
+          "client_index"_a = 0, "media_spans"_a = std::vector<std::pair<int64_t, int64_t>>(),
+          "keeps_media_whole"_a = false)
       .def(
           "add_prompted_seq",
           [](Scheduler& self, const std::string& request_id, const TokenIds& prompt_token_ids,

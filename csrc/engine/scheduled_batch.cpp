@@ -31,7 +31,7 @@ void ScheduledBatch::reset(std::shared_ptr<SequenceMetadataPool> pool, bool is_p
   all_greedy = true;
   max_top_k = 0;
   any_top_p = any_min_p = any_lora = false;
-  num_preempted = num_cached_tokens = 0;
+  num_preempted = num_cached_tokens = num_media_spans = 0;
   num_new_outputs = 0;
   rows.clear();
   block_copies.clear();

@@ -166,6 +166,7 @@ class ScheduledBatch {
   std::vector<int64_t> tracked_seq_ids;  // their ids
   std::vector<PromptLogitsSpan> prompt_logits;
   std::vector<MediaRow> media_rows;
+  int64_t num_media_spans = 0;            // of which the step computes a part
   std::vector<int32_t> draft_query_lens;  // [num_sampled] of each one's proposal
   int32_t max_num_proposed = 0;           // of the drafts of any
   std::vector<NewSlot> new_slots;         // none without drafts; in the order of rows

@@ -62,24 +62,25 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 
 int64_t Scheduler::add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
                            const SamplingOptions& options, int64_t priority, const std::string& cache_salt,
-                           int32_t client_index, std::vector<TokenSpan> uncut_spans) {
+                           int32_t client_index, std::vector<TokenSpan> media_spans, bool keeps_media_whole) {
   auto sequence = make_sequence(request_id, std::move(prompt_token_ids), options, priority, cache_salt, client_index);
-  sequence->uncut_spans = std::move(uncut_spans);
-  check_uncut_spans(*sequence);
+  sequence->media_spans = std::move(media_spans);
+  sequence->keeps_media_whole = keeps_media_whole;
+  check_media_spans(*sequence);
   return enqueue(std::move(sequence));
 }
 
-void Scheduler::check_uncut_spans(const Sequence& sequence) const {
-  if (!sequence.uncut_spans.empty() && sequence.options.prompt_logprobs) {
+void Scheduler::check_media_spans(const Sequence& sequence) const {
+  if (sequence.keeps_media_whole && sequence.options.prompt_logprobs) {
     refuse("prompt_logprobs: must be left out where a part of the prompt is computed in one step");
   }
   int64_t end = 0;
-  for (const TokenSpan& span : sequence.uncut_spans) {
+  for (const TokenSpan& span : sequence.media_spans) {
     if (span.begin < end || span.end <= span.begin || span.end > sequence.num_prompt_tokens) {
-      refuse("uncut_spans: must be parts of the prompt, in order");
+      refuse("media_spans: must be parts of the prompt, in order");
     }
     end = span.end;
-    if (end - span.begin > config_.max_num_batched_tokens) {
+    if (sequence.keeps_media_whole && end - span.begin > config_.max_num_batched_tokens) {
       refuse("prompt_token_ids: " + std::to_string(end - span.begin) +
              " tokens must be computed in one step, which has at most " +
              std::to_string(config_.max_num_batched_tokens) + " (max_num_batched_tokens)");

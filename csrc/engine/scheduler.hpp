@@ -123,7 +123,7 @@ class Scheduler {
   // computed.
   int64_t add_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids, const SamplingOptions& options,
                   int64_t priority, const std::string& cache_salt, int32_t client_index,
-                  std::vector<TokenSpan> uncut_spans);
+                  std::vector<TokenSpan> media_spans, bool keeps_media_whole);
   // A sequence of one request whose prompt another engine has computed. When it is admitted it appears among what
   // `take_awaited` returns, and no step computes it before `blocks_arrived`.
   int64_t add_prompted_seq(const std::string& request_id, std::vector<int32_t> prompt_token_ids,
@@ -222,7 +222,7 @@ class Scheduler {
                                                         const SamplingOptions& options, int64_t priority,
                                                         const std::string& cache_salt, int32_t client_index) const;
   int64_t enqueue(std::unique_ptr<Sequence> sequence);
-  void check_uncut_spans(const Sequence& sequence) const;
+  void check_media_spans(const Sequence& sequence) const;
   [[nodiscard]] Sequence& unfinished(int64_t seq_id) const;
 
   // schedule, from top to bottom
@@ -237,8 +237,10 @@ class Scheduler {
   [[nodiscard]] Sequence* waiting_head() const;
   bool admit(Sequence& sequence, ScheduledBatch& batch);
   void await_blocks(const Sequence& sequence);
-  // Nothing, where the step's rest of tokens is too small for what must not be cut.
+  // Nothing, where what comes next of the sequence must wait for a step of its own.
   void add_chunk(Sequence& sequence, ScheduledBatch& batch);
+  // Up to where a chunk from `begin` on may go, and counts the media in it: one a step, while others could decode.
+  [[nodiscard]] int64_t end_by_media(const Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch) const;
   bool reserve_for_decode(Sequence& sequence, ScheduledBatch& batch);
   [[nodiscard]] int32_t reserve_for_drafts(Sequence& sequence, int64_t budget, ScheduledBatch& batch);
   // Of a row whose next token comes to max_next_position at the most.
@@ -295,6 +297,7 @@ class Scheduler {
   std::vector<std::shared_ptr<ScheduledBatch>> launched_;  // the unprocessed ones, oldest first; at most two
   int64_t num_consecutive_prefills_ = 0;                   // launched while something could decode
   bool last_step_was_prefill_ = false;
+  bool others_could_decode_ = false;  // when the step was scheduled
   int64_t num_decodes_since_attempt_ = 0;
 
   int64_t num_preemptions_ = 0;

@@ -22,7 +22,7 @@ std::shared_ptr<ScheduledBatch> Scheduler::schedule(const std::shared_ptr<Sequen
   check_may_schedule();
   free_finished_seqs();
   std::shared_ptr<ScheduledBatch> batch = spare_batch();
-  const bool could_decode = can_decode();
+  const bool could_decode = others_could_decode_ = can_decode();
   batch->reset(pool, true, draft_threshold);
   if (is_prefill_attempt_due(could_decode)) {
     num_decodes_since_attempt_ = 0;
@@ -167,16 +167,25 @@ void Scheduler::add_chunk(Sequence& sequence, ScheduledBatch& batch) {
   if (sequence.wants_prompt_logprobs()) {
     budget = std::min(budget, config_.max_num_extra_logits - batch.num_prompt_logits());
   }
-  int64_t end = std::min(sequence.num_tokens(), begin + budget);
-  for (const TokenSpan& span : sequence.uncut_spans) {
-    if (span.begin < end && end < span.end) end = std::max(begin, span.begin);
-  }
+  const int64_t end = end_by_media(sequence, begin, std::min(sequence.num_tokens(), begin + budget), batch);
   if (end == begin) return;
   launch(sequence, begin, end, 0, batch);
   if (end == sequence.num_tokens()) {
     move(sequence, prefilling_, prompted_);
     sequence.status = SequenceStatus::kPrompted;
   }
+}
+
+int64_t Scheduler::end_by_media(const Sequence& sequence, int64_t begin, int64_t end, ScheduledBatch& batch) const {
+  for (const TokenSpan& span : sequence.media_spans) {
+    if (span.end <= begin) continue;
+    if (span.begin >= end) break;
+    const bool must_wait = others_could_decode_ && batch.num_media_spans > 0;
+    const bool is_cut = sequence.keeps_media_whole && span.end > end;
+    if (must_wait || is_cut) return std::max(begin, span.begin);
+    ++batch.num_media_spans;
+  }
+  return end;
 }
 
 void Scheduler::schedule_decode(ScheduledBatch& batch) {

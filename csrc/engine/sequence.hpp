@@ -83,7 +83,8 @@ struct Sequence {
   // Prompt, then the outputs that the host knows. A negative one stands for a place in an image or a video, whose
   // content it names to the prefix cache; the device is given 0 there.
   std::vector<int32_t> tokens;
-  std::vector<TokenSpan> uncut_spans;  // of the prompt, in order: no chunk ends within one
+  std::vector<TokenSpan> media_spans;  // of the prompt, in order: what is costly to compute, one after another
+  bool keeps_media_whole = false;      // no chunk ends within one of them
   int64_t num_prompt_tokens = 0;
   int64_t num_computed_tokens = 0;
   int32_t num_inflight_tokens = 0;

@@ -359,8 +359,9 @@ class LLMEngine:
         if prompted is not None:
             add_seq = partial(self.scheduler.add_prompted_seq, prompted=prompted_sequence(prompted))
         elif request.processed is not None:
-            media_id, named_prompt, uncut_spans = self._media.place(request)
-            add_seq = partial(self.scheduler.add_seq, uncut_spans=uncut_spans)
+            media_id, named_prompt, spans = self._media.place(request)
+            whole = self._media.sees_whole_images
+            add_seq = partial(self.scheduler.add_seq, media_spans=spans, keeps_media_whole=whole)
         try:
             seq_id = add_seq(
                 request.request_id,

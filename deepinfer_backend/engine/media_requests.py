@@ -27,6 +27,7 @@ class MediaRequests:
 
     def __init__(self, family: VisionFamily | None, processor: MultiModalProcessor) -> None:
         self.state = MediaState(family)
+        self.sees_whole_images = family is not None and family.sees_whole_images
         self._processor = processor
         self._media_ids: dict[str, int] = {}  # by request id
         self._next_media_id = itertools.count(1)
@@ -41,7 +42,7 @@ class MediaRequests:
         return msgspec.structs.replace(request, prompt_token_ids=token_ids), ready
 
     def place(self, request: EngineRequest) -> tuple[int, NDArray[np.int32], list[tuple[int, int]]]:
-        """→ (media_id, the prompt with its media's numbers, the spans of it that one step must compute)."""
+        """→ (media_id, the prompt with its media's numbers, the span of each medium in it)."""
         assert request.processed is not None
         media_id = self._media_ids[request.request_id] = next(self._next_media_id)
         media = self.state.add(media_id, request.processed)

@@ -148,12 +148,13 @@ class PromptProcessor:
         for replacement in self._replacements:
             kind: Kind = replacement["type"]
             num_tokens = replacement["replacement"].count(text_of[kind])
-            given = split.tensors_of(kind, numbers[kind], num_tokens)
-            tensors = {name: to_tensor(value.numpy()) for name, value in given.items()}
-            own_places = places[begin : begin + num_tokens]
-            yield MediumFeatures(_digest(kind, tensors, own_places, positions), to_tensor(own_places), tensors)
+            parts = split.parts_of(kind, numbers[kind], num_tokens)
+            for given in parts:
+                tensors = {name: to_tensor(value.numpy()) for name, value in given.items()}
+                own_places = places[begin : begin + num_tokens // len(parts)]
+                yield MediumFeatures(_digest(kind, tensors, own_places, positions), to_tensor(own_places), tensors)
+                begin += len(own_places)
             numbers[kind] += 1
-            begin += num_tokens
         if begin != len(places):
             raise InvalidRequestError(
                 f"{_fields(prompt.media)}: the prompt has {len(places)} tokens that stand for media, these are {begin}"
@@ -177,7 +178,9 @@ class PromptProcessor:
 
 
 class _Split:
-    """The processor's tensors of all media → those of each. Media of a kind are asked for in order, each once."""
+    """The processor's tensors of all media → those of the parts of each that the model encodes one by one: tiles and
+    crops of the same size, frames, or a whole medium. Media of a kind are asked for in order, each once.
+    """
 
     def __init__(self, model_type: str, processor: Any, inputs: Any) -> None:
         self._model_type = model_type
@@ -185,31 +188,31 @@ class _Split:
         self._inputs = inputs
         self._num_taken = 0
 
-    def tensors_of(self, kind: Kind, number: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    def parts_of(self, kind: Kind, number: int, num_tokens: int) -> list[dict[str, torch.Tensor]]:
         match self._model_type:
             case "llava":
-                return self._rows("pixel_values", number=number)
+                return [self._rows("pixel_values", number=number)]
             case "llava_onevision" if kind == "video":
-                return self._rows("pixel_values_videos", number=number)
+                return [self._rows("pixel_values_videos", number=number)]
             case "llava_onevision":
-                return self._tiles(number)
+                return [self._tiles(number)]
             case "qwen2_vl" | "qwen2_5_vl":
-                return self._patches(*_QWEN_NAMES[kind], number)
+                return [self._patches(*_QWEN_NAMES[kind], number)]
             case "gemma3":
-                return {"pixel_values": self._take(self._inputs["pixel_values"], num_tokens, "image_seq_length")}
-            case _:  # SmolVLM, Idefics 3: one row of tiles, a video's frames too
-                begin = self._num_taken
-                pixels = self._take(self._inputs["pixel_values"][0], num_tokens, "image_seq_len")
-                mask = self._inputs["pixel_attention_mask"][0][begin : self._num_taken]
-                return {"pixel_values": pixels[None], "pixel_attention_mask": mask[None]}
+                rows = self._take(num_tokens // self._processor.image_seq_length)
+                return [self._rows("pixel_values", number=row) for row in rows]
+            case _:  # SmolVLM, Idefics 3
+                rows = self._take(num_tokens // self._processor.image_seq_len)
+                names = ("pixel_values", "pixel_attention_mask")
+                return [{name: self._inputs[name][:, row : row + 1] for name in names} for row in rows]
 
     def _rows(self, *names: str, number: int) -> dict[str, torch.Tensor]:
         return {name: self._inputs[name][number : number + 1] for name in names}
 
-    def _take(self, rows: torch.Tensor, num_tokens: int, tokens_of_row: str) -> torch.Tensor:
+    def _take(self, num_rows: int) -> range:
         begin = self._num_taken
-        self._num_taken += num_tokens // int(getattr(self._processor, tokens_of_row))
-        return rows[begin : self._num_taken]
+        self._num_taken += num_rows
+        return range(begin, self._num_taken)
 
     def _patches(self, pixels: str, grid: str, number: int) -> dict[str, torch.Tensor]:
         grids = self._inputs[grid]

@@ -61,9 +61,9 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 class MediumFeatures(msgspec.Struct, frozen=True):
-    """What the vision part of the model is given of one medium.
+    """What the vision part of the model is given of one medium, or of a tile or a frame that it encodes by itself.
 
-    `positions`: int32, the tokens of the prompt that it becomes, in order. `tensors`: arguments of
+    `positions`: the tokens of the prompt that it becomes, one after another. `tensors`: arguments of
     `get_image_features`, or of `get_video_features` if `pixel_values_videos` is among them. `digest`: of these.
     """
 

@@ -40,8 +40,8 @@ class MediaStep:
 
 @dataclass(frozen=True, slots=True)
 class SequenceMedia:
-    """positions: of each medium the tokens that it becomes, ascending. spans: [num_spans, 2] of tokens that all see
-    each other. rope_offsets: int64 [3, num_prompt_tokens + 1], the last ones those of all that follows."""
+    """positions: of each medium the tokens that it becomes, ascending; spans: [num_media, 2], the first and the end of
+    those. rope_offsets: int64 [3, num_prompt_tokens + 1], the last ones those of all that follows."""
 
     processed: ProcessedPrompt
     positions: list[NDArray[np.int64]]
@@ -62,9 +62,7 @@ class MediaState:
     def add(self, media_id: int, processed: ProcessedPrompt) -> SequenceMedia:
         assert self._family is not None
         positions = [as_array(medium.positions).astype(np.int64) for medium in processed.media]
-        spans = np.empty((0, 2), np.int64)
-        if self._family.sees_whole_images:
-            spans = _runs(np.concatenate(positions))
+        spans = np.array([(places[0], places[-1] + 1) for places in positions])
         media = SequenceMedia(processed, positions, spans, _rope_offsets(processed))
         self._media[media_id] = media
         return media
@@ -89,7 +87,7 @@ class MediaState:
             if rope_offsets is not None and media.rope_offsets is not None:
                 places = np.minimum(np.arange(begin, end), media.rope_offsets.shape[1] - 1)
                 rope_offsets[:, first_token : first_token + num] = media.rope_offsets[:, places]
-            for span_begin, span_end in media.spans.tolist():
+            for span_begin, span_end in media.spans.tolist() if self._sees_whole_images else ():
                 low, high = max(begin, span_begin), min(end, span_end)
                 if low < high:
                     if key_ends is None:
@@ -108,12 +106,9 @@ class MediaState:
     def _has_rope_positions(self) -> bool:
         return self._family is not None and self._family.has_rope_positions
 
-
-def _runs(places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(begin, end) of each run of consecutive numbers among these, ascending."""
-    places = np.sort(places)
-    breaks = np.flatnonzero(np.diff(places) != 1) + 1
-    return np.array([(run[0], run[-1] + 1) for run in np.split(places, breaks)])
+    @property
+    def _sees_whole_images(self) -> bool:
+        return self._family is not None and self._family.sees_whole_images
 
 
 def _rope_offsets(processed: ProcessedPrompt) -> NDArray[np.int64] | None:

@@ -98,7 +98,8 @@ class Line:
     is_tracked: bool = False
     is_beam: bool = False
     lora_id: int = 0
-    uncut_spans: tuple[tuple[int, int], ...] = ()
+    media_spans: tuple[tuple[int, int], ...] = ()
+    keeps_media_whole: bool = False
     draft_quality: int | None = 2
     sequence_index: int = 0
     num_forks_due: int = 0  # children that come into being when the prompt is computed

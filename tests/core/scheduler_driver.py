@@ -42,7 +42,7 @@ class SchedulerDriver:
     3. Sequences come into being and are freed exactly when the scheduler says so.
     4. A row has as many drafts as its sequence's past, the threshold and the limits say, and what becomes of them is
        counted.
-    5. No chunk ends within a span that must not be cut.
+    5. No chunk ends within a medium that is kept whole.
     """
 
     def __init__(self, *, zero_overhead_scheduling: bool = True, **limits: Any) -> None:
@@ -84,7 +84,8 @@ class SchedulerDriver:
             line.options(),
             priority=line.priority,
             cache_salt=line.salt,
-            uncut_spans=list(line.uncut_spans),
+            media_spans=list(line.media_spans),
+            keeps_media_whole=line.keeps_media_whole,
         )
         self._know(seq_id, line)
         return seq_id
@@ -183,7 +184,9 @@ class SchedulerDriver:
         if not batch.is_empty():
             num_outputs = {row.seq_id: row.output_index for row in metadata}
             for row in metadata:
-                assert not any(begin < row.seqlen_k < end for begin, end in self.lines[row.seq_id].uncut_spans)
+                line = self.lines[row.seq_id]
+                is_cut = any(begin < row.seqlen_k < end for begin, end in line.media_spans)
+                assert not (is_cut and line.keeps_media_whole)
             launched = self._device.launch(batch, metadata, self.lines, self.inflight, fails)
             self._check_num_drafts(launched, num_outputs, draft_threshold)
         self.scheduler.check_invariants()

@@ -33,10 +33,16 @@ def make_scheduler(**changes: int) -> Scheduler:
 
 
 def add(
-    scheduler: Scheduler, request_id: str, tokens: list[int], spans: list[tuple[int, int]] | None = None, media: int = 1
+    scheduler: Scheduler,
+    request_id: str,
+    tokens: list[int],
+    spans: list[tuple[int, int]] | None = None,
+    *,
+    media: int = 1,
+    whole: bool = True,
 ) -> None:
-    options = SamplingOptions(max_tokens=4, media_id=media)
-    scheduler.add_seq(request_id, np.array(tokens, np.int32), options, uncut_spans=spans or [])
+    options = SamplingOptions(max_tokens=60, media_id=media)
+    scheduler.add_seq(request_id, np.array(tokens, np.int32), options, media_spans=spans or [], keeps_media_whole=whole)
 
 
 def process(scheduler: Scheduler, batch: SchedulerOutputs) -> None:
@@ -110,6 +116,21 @@ def test_others_use_the_room_that_a_span_leaves() -> None:
     add(scheduler, "b", [1, 2, 3], media=0)
     _, first = scheduler.schedule(SequenceMetadataPool())
     assert (first.num_tokens, first.num_seqs) == (7, 2)
+
+
+def test_while_others_could_decode_a_step_computes_one_medium() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    spans = [(1, 5), (6, 10), (10, 14), (20, 24)]
+    add(scheduler, "alone", list(range(1, 31)), spans, whole=False)
+    assert prefill(scheduler) == [[(0, 30)]]
+    add(scheduler, "beside", list(range(2, 32)), spans, whole=False)
+    add(scheduler, "too", list(range(3, 33)), spans, whole=False)
+    steps = prefill(scheduler)
+    num_media = [
+        sum(first < end and begin < last for begin, end in chunks for first, last in spans) for chunks in steps
+    ]
+    assert max(num_media) == 1
+    assert sum(num_media) == 8
 
 
 @pytest.mark.parametrize(
