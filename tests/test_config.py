@@ -53,3 +53,8 @@ def test_the_environment_turns_zero_overhead_scheduling_off(
     monkeypatch.setenv("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", value)
     assert EngineConfig().zero_overhead_scheduling is expected
     assert EngineConfig(zero_overhead_scheduling=not expected).zero_overhead_scheduling is not expected
+
+
+def test_limits_of_media_that_are_left_out_keep_their_defaults() -> None:
+    assert EngineConfig(limit_mm_per_prompt={"image": 3}).limit_mm_per_prompt == {"image": 3, "video": 2}
+    assert EngineConfig(limit_mm_per_prompt='{"video": 0}').limit_mm_per_prompt == {"image": 16, "video": 0}

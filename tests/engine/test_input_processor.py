@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from deepinfer_backend.config import EngineConfig
 from deepinfer_backend.engine.chat import Chat
-from deepinfer_backend.engine.input_processor import InputProcessor
+from deepinfer_backend.engine.input_processor import InputProcessor, TextWithMedia
 from deepinfer_backend.engine.messages import EmbeddingParams, EngineInfo, EngineRequest
 from deepinfer_backend.errors import InvalidRequestError
+from deepinfer_backend.media.medium import Medium
 from deepinfer_backend.sampling_params import SamplingParams
 from tests.support.tokenizers import bundled_tokenizer
 
@@ -200,3 +202,11 @@ def test_without_a_tokenizer_token_ids_are_enough() -> None:
     request = process({"detokenize": False, "logprobs": 1}, [5, 6], tokenizer=None)
     assert request.prompt_token_ids.tolist() == [5, 6]
     assert process({}, [5], tokenizer=None).bad_words_token_ids == []
+
+
+def test_engines_for_prompts_take_no_media() -> None:
+    config = EngineConfig(data_parallel_size=2, num_prompt_engines=1)
+    engine_info = msgspec.structs.replace(info(), modalities=["image"])
+    prompt = TextWithMedia("<image>", [Medium("image.0", "image", b"x")])
+    with pytest.raises(InvalidRequestError, match=r"image\.0 is set: must be left out with num_prompt_engines over 0"):
+        InputProcessor(None, engine_info, config).process("id", prompt, SamplingParams())

@@ -160,6 +160,15 @@ def test_a_folder_without_tokenizer_has_none_and_a_damaged_one_is_refused(folder
         load_tokenizer(resolve_tokenizer(None, folder))
 
 
+def test_a_chat_template_is_found_where_older_vision_language_models_have_it(folder: Path) -> None:
+    tokenizer = bundled_tokenizer()
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), encoding="utf-8")
+    loaded = load_tokenizer(folder)
+    assert loaded is not None
+    assert loaded.chat_template == "{{ messages }}"
+
+
 @pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "GPT2Tokenizer", "Qwen2TokenizerFast", None])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt_neox"])
 def test_a_tokenizer_is_the_one_that_transformers_alone_would_load(
