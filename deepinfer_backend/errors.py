@@ -85,6 +85,11 @@ def step_failed_error(request_id: str) -> EngineError:
     return EngineError(f"request {request_id}: a step of the engine failed; its log has the traceback")
 
 
+def media_failed_error(request_id: str) -> EngineError:
+    """For a request whose images or videos the model's vision part does not compute."""
+    return EngineError(f"request {request_id}: its media cannot be encoded; the engine's log has the traceback")
+
+
 def not_taken_in_error(request_id: str) -> EngineError:
     """For a request that failed on its way into the engine's queue."""
     return EngineError(f"request {request_id}: cannot be taken in; the engine's log has the traceback")

@@ -36,7 +36,7 @@ from deepinfer_backend.engine.sampling_options import sampling_options
 from deepinfer_backend.engine.stats import scheduler_stats
 from deepinfer_backend.engine.tracked_requests import TrackedRequests, is_tracked, step_logprobs
 from deepinfer_backend.engine.waiting_requests import WaitingRequests
-from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, shown_ids
+from deepinfer_backend.errors import EngineDeadError, EngineError, InvalidRequestError, media_failed_error, shown_ids
 from deepinfer_backend.media.pool import MultiModalProcessor
 from deepinfer_backend.models.adapter_cache import AdapterCache
 from deepinfer_backend.models.loader import load_generation_config, resolve_tokenizer
@@ -304,6 +304,8 @@ class LLMEngine:
             except Exception:
                 request_ids = self._tracked.fail_step(batch)
                 logger.exception("a step's tokens cannot be taken; requests end: %s", shown_ids(request_ids))
+        if self._embeddings is not None and (failed := self._embeddings.take_failed()):
+            self._tracked.fail_requests(self._media.fail(failed), media_failed_error)
         outputs: Handles = np.concatenate(
             [self.scheduler.build_request_outputs(batch, self.request_output_pool), *handles]
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -59,6 +60,14 @@ class MediaRequests:
         if media_id is not None:
             self.state.remove(media_id)
         self._processor.release(request.processed)
+
+    def fail(self, media_ids: Iterable[int]) -> list[str]:
+        """What steps computed of these requests' media is wrong: nobody finds it again. Returns the requests' ids."""
+        failed = set(media_ids)
+        for media_id in failed:
+            for medium in self.state.processed(media_id).media:
+                self._names.pop(medium.digest, None)
+        return [request_id for request_id, media_id in self._media_ids.items() if media_id in failed]
 
     def _name_of(self, digest: bytes) -> int:
         name = self._names.pop(digest, None)

@@ -6,7 +6,7 @@ The scheduler marks their rows; a step in which there is none never comes here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sized
+from collections.abc import Callable, Collection, Sized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from deepinfer_backend._core import RequestOutputPool, Scheduler, SchedulerOutpu
 from deepinfer_backend.engine.beam_searches import BeamSearches
 from deepinfer_backend.engine.messages import Embedding, EngineRequest, RequestResult, request_failed
 from deepinfer_backend.engine.prompt_logprobs import PromptLogprobsTables
-from deepinfer_backend.errors import InvalidRequestError, step_failed_error
+from deepinfer_backend.errors import DeepInferError, InvalidRequestError, step_failed_error
 from deepinfer_backend.ops.verify_drafts import NO_TOKEN
 from deepinfer_backend.worker.sampling_plan import PromptTargets, SamplingPlan, StepResult
 from deepinfer_backend.worker.sequence_state import Grammar, SequenceState, needs_state
@@ -156,13 +156,17 @@ class TrackedRequests:
         for parent_id, child_id in self._scheduler.take_forks():
             self._add_fork(parent_id, child_id)
         seq_ids = [*batch.tracked_seq_ids.tolist(), *(seq_id for seq_id, _, _ in batch.prompt_logits.tolist())]
-        requests = {request.request_id: request for seq_id in seq_ids if (request := self._requests.get(seq_id))}
-        # A request that was told of its failure already is told no second time.
-        failed = [request for request in requests.values() if request.request_id not in self._failed_ids]
+        request_ids = {request.request_id for seq_id in seq_ids if (request := self._requests.get(seq_id))}
+        return self.fail_requests(request_ids, step_failed_error)
+
+    def fail_requests(self, request_ids: Collection[str], error_of: Callable[[str], DeepInferError]) -> list[str]:
+        """Ends tracked requests, each with its error; returns the ids of those that were not told of one already."""
+        requests = {request.request_id: request for request in self._requests.values()}
+        failed = [requests[each] for each in request_ids if each in requests and each not in self._failed_ids]
         for request in failed:
             self._failed_ids.add(request.request_id)
             self._scheduler.abort_request(request.request_id)
-            self._results.append(request_failed(request, step_failed_error(request.request_id)))
+            self._results.append(request_failed(request, error_of(request.request_id)))
         return [request.request_id for request in failed]
 
     def _add_fork(self, parent_id: int, child_id: int) -> None:

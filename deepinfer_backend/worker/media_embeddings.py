@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,11 +12,14 @@ from deepinfer_backend.media.prompt import MediumFeatures, as_array
 from deepinfer_backend.models.interface import MediaEncoder
 from deepinfer_backend.worker.media_state import MediaPart
 
+logger = logging.getLogger(__name__)
+
 
 class MediaEmbeddings:
     """Owns the embeddings of the media used last, up to `max_bytes`; those of one that is gone are computed again.
 
-    Used by the device's stream alone.
+    A medium that cannot be encoded has zeros instead, and the request that brought it fails alone: `take_failed`, when
+    the step is known to be done. All else is for the device's stream.
     """
 
     def __init__(
@@ -26,13 +30,29 @@ class MediaEmbeddings:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._failed: set[int] = set()
         self.num_computed = 0
         self._none = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def gather(self, parts: Sequence[MediaPart]) -> torch.Tensor:
         """[num_rows, hidden_size], the parts' rows in order."""
-        rows = [self._embedding_of(part.medium)[part.begin : part.end] for part in parts]
+        rows = [self._rows_of(part) for part in parts]
         return torch.cat(rows) if rows else self._none
+
+    def take_failed(self) -> set[int]:
+        """The media_ids of requests whose media could not be encoded since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def _rows_of(self, part: MediaPart) -> torch.Tensor:
+        try:
+            return self._embedding_of(part.medium)[part.begin : part.end]
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("an image or a video cannot be encoded")
+            self._failed.add(part.media_id)
+            return self._none.new_zeros(part.end - part.begin, self._none.shape[1])
 
     def _embedding_of(self, medium: MediumFeatures) -> torch.Tensor:
         embedding = self._embeddings.get(medium.digest)

@@ -16,8 +16,9 @@ _NUM_ROPE_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """Rows [begin, end) of a medium's embeddings."""
+    """Rows [begin, end) of a medium's embeddings, for the request of this media_id."""
 
+    media_id: int
     medium: MediumFeatures
     begin: int
     end: int
@@ -67,6 +68,9 @@ class MediaState:
         self._media[media_id] = media
         return media
 
+    def processed(self, media_id: int) -> ProcessedPrompt:
+        return self._media[media_id].processed
+
     def remove(self, media_id: int) -> None:
         del self._media[media_id]
 
@@ -82,7 +86,7 @@ class MediaState:
             for medium, places in zip(media.processed.media, media.positions, strict=True):
                 first, last = np.searchsorted(places, (begin, end)).tolist()
                 if first < last:
-                    parts.append(MediaPart(medium, first, last))
+                    parts.append(MediaPart(media_id, medium, first, last))
                     rows.append(places[first:last] + (first_token - begin))
             if rope_offsets is not None and media.rope_offsets is not None:
                 places = np.minimum(np.arange(begin, end), media.rope_offsets.shape[1] - 1)

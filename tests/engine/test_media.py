@@ -8,12 +8,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForImageTextToText
 
 from deepinfer_backend import LLM, SamplingParams
-from deepinfer_backend.errors import ConfigError, InvalidRequestError
+from deepinfer_backend.engine.messages import EngineRequest
+from deepinfer_backend.errors import ConfigError, DeepInferError, EngineError, InvalidRequestError
+from deepinfer_backend.media.medium import from_object
+from deepinfer_backend.media.prompt import MediaPrompt
 from deepinfer_backend.models.vision_families import VISION_FAMILIES as KNOWN_FAMILIES
+from deepinfer_backend.models.vision_families import Kind
+from deepinfer_backend.models.vision_model import VisionLanguageModel
+from tests.support.engine_driver import EngineDriver
 from tests.support.lora import make_random_adapter, merged_model
 from tests.support.media import encoded, frames, picture, video_file
 from tests.support.vision_models import VISION_FAMILIES, MediaCase, VisionOracle, make_vision_model, media_cases
@@ -69,6 +76,15 @@ def check(llm: LLM, cases: Sequence[MediaCase], **params: Any) -> None:
         for sequence in completion.sequences:
             assert sequence.token_ids == case.token_ids, case.name
     check_nothing_is_left(llm)
+
+
+def media_request(case: MediaCase) -> EngineRequest:
+    kinds: tuple[tuple[Kind, list[Any]], ...] = (("image", case.images), ("video", case.videos))
+    media = [from_object(kind, f"{kind}.{index}", each) for kind, given in kinds for index, each in enumerate(given)]
+    prompt = MediaPrompt(media, text=case.prompt)
+    if not media:
+        return EngineRequest(f"{case.name}", np.array(case.prompt_token_ids, np.int32), greedy())
+    return EngineRequest(f"{case.name}", np.empty(0, np.int32), greedy(), media=prompt)
 
 
 def check_nothing_is_left(llm: LLM) -> None:
@@ -302,6 +318,37 @@ def test_what_cannot_be_is_refused_by_name_and_hurts_nobody(
         with pytest.raises(InvalidRequestError, match=reason):
             llm.complete([text], greedy(), multi_modal_data=data, use_tqdm=False)
         check(llm, cases[:1])
+
+
+def test_a_medium_that_cannot_be_encoded_fails_its_request_alone(
+    qwen: FamilyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others in its step have their own tokens; nobody finds later what was computed of it."""
+    path, _, cases = qwen
+    spoiled = cases[0]
+    others = [case for case in cases if case.name in ("text", "a video")]
+    with EngineDriver(path, block_size=BLOCK_SIZE, num_gpu_blocks_override=1000, enable_prefix_caching=True) as driver:
+        encode = VisionLanguageModel.encode
+
+        def encode_videos_alone(self: VisionLanguageModel, tensors: dict[str, Any]) -> Any:
+            if "pixel_values" in tensors:
+                raise RuntimeError("out of memory")
+            return encode(self, tensors)
+
+        monkeypatch.setattr(VisionLanguageModel, "encode", encode_videos_alone)
+        for _ in range(2):
+            requests = [media_request(case) for case in (spoiled, *others)]
+            failure, *answers = driver.run(requests)
+            assert isinstance(failure, EngineError)
+            assert "its media cannot be encoded" in failure.message
+            for answer, case in zip(answers, others, strict=True):
+                assert not isinstance(answer, DeepInferError)
+                assert answer[0].token_ids == case.token_ids
+        monkeypatch.setattr(VisionLanguageModel, "encode", encode)
+        (answer,) = driver.run([media_request(spoiled)])
+        assert not isinstance(answer, DeepInferError)
+        assert answer[0].token_ids == spoiled.token_ids
+        driver.check_nothing_is_left()
 
 
 def test_an_image_that_no_step_can_compute_is_refused(family_model: Callable[[str], FamilyModel]) -> None:
