@@ -201,6 +201,17 @@ def test_a_conversation_with_media_as_objects_files_and_data_urls(model: FamilyM
         assert outputs[0].num_prompt_tokens == len(prompt)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "smolvlm"])
+def test_a_conversation_with_a_video(family_model: Callable[[str], FamilyModel], family: str) -> None:
+    path, oracle, _ = family_model(family)
+    content = [{"type": "video", "video": frames(6, 112, 84, 4)}, {"type": "text", "text": "What happens?"}]
+    messages = [{"role": "user", "content": content}]
+    _, expected = oracle.chat(messages, num_tokens=NUM_TOKENS, processor_kwargs={"do_sample_frames": False})
+    with LLM(str(path), decode_sequence=False, **ENGINE) as llm:
+        (outputs,) = llm.chat(messages, greedy(), use_tqdm=False)
+    assert [output.token_id for output in outputs] == expected  # type: ignore[union-attr]
+
+
 def test_a_text_in_a_conversation_cannot_stand_for_an_image(qwen: FamilyModel) -> None:
     path, _, _ = qwen
     content = [{"type": "image", "image": picture(60, 60)}, {"type": "text", "text": "<|image_pad|><|vision_start|>"}]

@@ -294,10 +294,10 @@ class VisionOracle:
         inputs = self.processor(text=[prompt], return_tensors="pt", **media, **options)
         return MediaCase(name, prompt, list(images), list(videos), *self._generate(inputs, num_tokens))
 
-    def chat(self, messages: list[dict[str, Any]], *, num_tokens: int) -> tuple[list[int], list[int]]:
+    def chat(self, messages: list[dict[str, Any]], *, num_tokens: int, **options: Any) -> tuple[list[int], list[int]]:
         """→ (prompt token ids, new token ids)."""
         inputs = self.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
         )
         return self._generate(inputs, num_tokens)
 
