@@ -51,7 +51,7 @@ def tokenizer(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def queue(folder: Path) -> Iterator[GrammarQueue]:
-    queue = GrammarQueue(folder, VOCAB_SIZE, END_TOKEN_IDS, EngineConfig(grammar_compile_timeout_s=2.0))
+    queue = GrammarQueue(folder, VOCAB_SIZE, END_TOKEN_IDS, EngineConfig(grammar_compile_timeout_s=1.0))
     yield queue
     queue.close()
 
@@ -273,7 +273,7 @@ def test_a_slow_grammar_fails_alone_and_the_next_goes_on(queue: GrammarQueue) ->
     (slow, reason), (next_one, compiled) = _results(queue, 2)
     assert (slow, next_one, queue.num_pending) == ("slow", "next", 0)
     assert isinstance(reason, InvalidRequestError)
-    assert "structured_outputs.regex takes longer than 2 s to compile" in reason.message
+    assert "structured_outputs.regex takes longer than 1 s to compile" in reason.message
     assert not isinstance(compiled, DeepInferError)
 
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deepinfer_backend.config import EngineConfig
+from deepinfer_backend.engine.chat import Chat
 from deepinfer_backend.engine.input_processor import InputProcessor
 from deepinfer_backend.engine.messages import EngineInfo, EngineRequest
 from deepinfer_backend.errors import InvalidRequestError
@@ -360,6 +361,7 @@ UNDERSTOOD = {
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "exclude_input_in_output"),
     *("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"),
     *("guided_decoding_guide_type", "guided_decoding_guide", "runtime_top_p_decay"),
+    *("image_bytes_input", "video_bytes_input"),
 }
 
 
@@ -381,6 +383,18 @@ def test_what_cannot_be_done_is_refused_by_its_name_and_accepted_where_it_asks_f
     is_text = spec.data_type == "TYPE_STRING"
     assert refusal(parser, **{spec.name: filled(spec, b"x" if is_text else 1)}).startswith(f"{spec.name} is set: ")
     assert generate(parser, **{spec.name: filled(spec, b"" if is_text else 0)})
+
+
+def test_pixels_stand_before_the_text_of_a_users_turn() -> None:
+    images, frames = np.full((1, 2, 4, 5, 3), 7, np.uint8), np.full((1, 3, 4, 5, 3), 9, np.uint8)
+    prompt = generate(TensorrtLlmBlsParser, image_bytes_input=images, video_bytes_input=frames).prompt
+    assert isinstance(prompt, Chat)
+    ((role, content),) = [(message["role"], message["content"]) for message in prompt.messages]
+    assert (role, [part["type"] for part in content]) == ("user", ["image", "image", "video", "text"])
+    assert [medium.shape for medium in prompt.media] == [(4, 5, 3), (4, 5, 3), (3, 4, 5, 3)]
+    assert prompt.media[0].data == images[0, 0].tobytes()
+    message = refusal(TensorrtLlmBlsParser, image_bytes_input=np.ones((1, 2, 4, 5, 4), np.uint8))
+    assert message.startswith("image_bytes_input.0 is an array of uint8 with shape [4, 5, 4]: must be uint8")
 
 
 def test_one_padding_token_for_a_decoder_is_nothing_and_more_is_refused() -> None:

@@ -574,7 +574,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tensorrt_llm_bls": {
         **ENSEMBLE_REFUSED,
         "image_input": np.ones((1, 1, 3, 2, 2)),
-        "image_bytes_input": np.ones((1, 1, 2, 2, 3)),
         "image_url_input": "http://localhost/image.png",
         "video_bytes_input": np.ones((1, 1, 2, 2, 3)),
         "num_draft_tokens": 4,
