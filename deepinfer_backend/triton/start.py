@@ -47,12 +47,18 @@ def start_frontend(
     """
     end_with_server()
     # The tokenizer's library takes as long to import as an engine to start: side by side.
-    threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True).start()
+    importing = threading.Thread(target=import_module, args=(_TOKENIZER_LIBRARY,), name="deepinfer-import", daemon=True)
+    importing.start()
+
+    def load_tokenizer_after_import(info: EngineInfo) -> Any:
+        importing.join()  # two imports of the library at once can each find the other's modules half made
+        return load_tokenizer_of(info)
+
     return Frontend(
         model_name=model_name,
         model_version=model_version,
         start_engine=_engine_starter(arguments, model_name, instance_kind, device_id),
-        load_tokenizer=load_tokenizer_of,
+        load_tokenizer=load_tokenizer_after_import,
         give_up=lambda: _unload(model_name),
         interface=interface,
     )

@@ -88,7 +88,7 @@ class EngineTokenizer:
         """`link` leads to the engine's folder; `owner`: for messages, the name of the model whose engine it is."""
         self._link = link
         self._owner = owner
-        self._lock = threading.Lock()  # guards _loaded and _info; held while a tokenizer is loaded
+        self._lock = threading.Lock()  # guards _loaded and _info; held while a tokenizer or its library is loaded
         self._loaded: LoadedTokenizer | None = None
         self._info: EngineInfo | None = None
         self._closing = threading.Event()
@@ -119,7 +119,8 @@ class EngineTokenizer:
 
     def _load_early(self) -> None:
         """So that the first request need not wait for it."""
-        import_module(_TOKENIZER_LIBRARY)  # takes as long as an engine to start: side by side
+        with self._lock:  # what a request loads meanwhile would find modules that are half made
+            import_module(_TOKENIZER_LIBRARY)  # takes as long as an engine to start: side by side
         while not self._closing.wait(_LOOK_INTERVAL_S):
             try:
                 self.get()
