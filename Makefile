@@ -44,7 +44,8 @@ sanitize: setup $(STAMPS)/dev
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
 	$(BIN)/cmake --build $(SANITIZED) --target _core
 	rm -rf $(SANITIZED)/run && mkdir -p $(SANITIZED)/run/deepinfer_backend $(SANITIZED)/run/tests
-	cp deepinfer_backend/__init__.py $(SANITIZED)/_core*.so $(SANITIZED)/run/deepinfer_backend/
+	cp deepinfer_backend/__init__.py deepinfer_backend/torchvision_ops.py $(SANITIZED)/_core*.so \
+	  $(SANITIZED)/run/deepinfer_backend/
 	cp -r tests/__init__.py tests/core $(SANITIZED)/run/tests/ && cp pyproject.toml $(SANITIZED)/run/
 	cd $(SANITIZED)/run && \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
