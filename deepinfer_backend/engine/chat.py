@@ -12,16 +12,15 @@ from typing import Any, TypeGuard
 from deepinfer_backend.engine.request_limits import check_text
 from deepinfer_backend.errors import InvalidRequestError, shown
 from deepinfer_backend.media.medium import DATA_URL, Medium, from_object, from_url
-from deepinfer_backend.media.prompt import MediaPrompt
+from deepinfer_backend.media.prompt import TEMPLATE_SWITCHES, MediaPrompt
 from deepinfer_backend.models.model_files import one_line
 from deepinfer_backend.models.vision_families import Kind
 
-# What a template knows under these names comes from us; only these two of the library's switches are the client's.
-_CLIENTS_SWITCHES = frozenset({"add_generation_prompt", "continue_final_message"})
 _KIND_OF_PART: dict[str, Kind] = {"image_url": "image", "video_url": "video", "image": "image", "video": "video"}
 _BASE64_RATIO = 2  # characters of a byte: 4/3, and what stands around them
 ReadMedium = Callable[[Kind, str, Any], Medium]
 
+# What a template knows under these names comes from us.
 _TEMPLATES_OWN_NAMES = frozenset({"messages", "conversations"})
 
 
@@ -89,7 +88,7 @@ class Chat:
             media=self.media,
             messages=_with_contents(self.messages, _as_parts),
             tools=self.tools,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=self._template_variables(),
         )
 
     def tokenize(self, tokenizer: Any, max_chars: int, *, in_parts: bool = False) -> list[int]:
@@ -119,11 +118,13 @@ class Chat:
         token_ids: list[int] = tokenized["input_ids"]
         return token_ids
 
-    def _apply(self, tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> Any:
+    def _template_variables(self) -> dict[str, Any]:
         continues = self.template_kwargs.get("continue_final_message", False)
-        switches = {"add_generation_prompt": not continues, **self.template_kwargs}
+        return {"add_generation_prompt": not continues, **self.template_kwargs}
+
+    def _apply(self, tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> Any:
         try:
-            return tokenizer.apply_chat_template(messages, tools=self.tools, **switches, **options)
+            return tokenizer.apply_chat_template(messages, tools=self.tools, **self._template_variables(), **options)
         except RecursionError:
             raise InvalidRequestError("messages: nested too deeply") from None
         except Exception as error:  # a template can raise anything
@@ -214,13 +215,13 @@ def _check_template_kwargs(given: Any) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise InvalidRequestError(f"chat_template_kwargs is {shown(given)}: must be an object")
-    reserved = _reserved_names() - _CLIENTS_SWITCHES
+    reserved = _reserved_names() - TEMPLATE_SWITCHES
     for name, value in given.items():
         if not isinstance(name, str) or name in reserved:
             raise InvalidRequestError(f"chat_template_kwargs.{shown(name)[1:-1]}: cannot be set by a request")
-        if name in _CLIENTS_SWITCHES and not isinstance(value, bool):
+        if name in TEMPLATE_SWITCHES and not isinstance(value, bool):
             raise InvalidRequestError(f"chat_template_kwargs.{name} is {shown(value)}: must be true or false")
-    if all(given.get(name) for name in _CLIENTS_SWITCHES):
+    if all(given.get(name) for name in TEMPLATE_SWITCHES):
         raise InvalidRequestError(
             "chat_template_kwargs.add_generation_prompt is True: must be false when continue_final_message is true"
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from deepinfer_backend.errors import InvalidRequestError
-from deepinfer_backend.media.medium import Medium
+from deepinfer_backend.media.medium import Medium, with_article
 from deepinfer_backend.models.model_files import one_line
 
 # Some of Pillow's other formats run programs, or are not images that people send.
@@ -165,11 +165,7 @@ def _check_num_frames(medium: Medium, num_frames: int, limits: DecodingLimits) -
 
 
 def _damaged(medium: Medium, error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"{medium.field} is damaged, or not {_article(medium)}: {one_line(error)}")
-
-
-def _article(medium: Medium) -> str:
-    return "an image" if medium.kind == "image" else "a video"
+    return InvalidRequestError(f"{medium.field} is damaged, or not {with_article(medium.kind)}: {one_line(error)}")
 
 
 def _either_of(names: tuple[str, ...]) -> str:

@@ -121,5 +121,10 @@ def _from_pixels(kind: Kind, field: str, pixels: NDArray[Any]) -> Medium:
     return Medium(field, kind, pixels.tobytes(), pixels.shape)
 
 
+def with_article(kind: Kind) -> str:
+    """For messages."""
+    return "an image" if kind == "image" else "a video"
+
+
 def _what_it_must_be(kind: Kind) -> str:
-    return f"{'an image' if kind == 'image' else 'a video'}: a file, in base64 or as it is"
+    return f"{with_article(kind)}: a file, in base64 or as it is"

@@ -18,13 +18,19 @@ from transformers.video_utils import VideoMetadata
 from deepinfer_backend.errors import InvalidRequestError
 from deepinfer_backend.media.decoding import DecodedVideo, DecodingLimits, decode_image, decode_video
 from deepinfer_backend.media.medium import Medium
-from deepinfer_backend.media.prompt import MediaPrompt, MediumFeatures, ProcessedPrompt, Tensor, to_tensor
+from deepinfer_backend.media.prompt import (
+    TEMPLATE_SWITCHES,
+    MediaPrompt,
+    MediumFeatures,
+    ProcessedPrompt,
+    Tensor,
+    to_tensor,
+)
 from deepinfer_backend.models.loader import load_config
 from deepinfer_backend.models.model_files import one_line
 from deepinfer_backend.models.vision_families import Kind, vision_family
 
 _DIGEST_BYTES = 16
-_TEMPLATE_SWITCHES = frozenset({"add_generation_prompt", "continue_final_message"})
 # Their processors ask where in the text a token came from, which nobody knows of a text whose special tokens were made
 # harmless.
 _NEED_OFFSETS = frozenset({"idefics3"})
@@ -42,6 +48,7 @@ class PromptProcessor:
         family = vision_family(path)
         assert family is not None
         self._limits = limits
+        self._mixes_kinds = family.mixes_kinds
         self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         config = load_config(path)
         self._model_type: str = config.model_type
@@ -58,6 +65,10 @@ class PromptProcessor:
         Raises:
             InvalidRequestError: a medium is damaged or exceeds a limit, or the prompt does not go with its media.
         """
+        if not self._mixes_kinds and len({medium.kind for medium in prompt.media}) > 1:
+            raise InvalidRequestError(
+                f"{_fields(prompt.media)}: this model takes images or videos: must not have both in one request"
+            )
         images = [decode_image(medium, self._limits) for medium in prompt.media if medium.kind == "image"]
         videos = [decode_video(medium, self._limits) for medium in prompt.media if medium.kind == "video"]
         self._replacements = []
@@ -102,13 +113,11 @@ class PromptProcessor:
         """What of the request's variables the template knows: the library gives the others to the processor, where
         `images` could be an address to fetch.
         """
-        given = prompt.template_kwargs
-        known = _TEMPLATE_SWITCHES
+        known = TEMPLATE_SWITCHES
         has_own_template = self._model_type != "smolvlm" or all(medium.kind == "image" for medium in prompt.media)
         if has_own_template and isinstance(self._processor.chat_template, str):
             known = known | _get_template_variables(self._processor.chat_template)
-        switches = {"add_generation_prompt": not given.get("continue_final_message", False)}
-        return {**switches, **{name: value for name, value in given.items() if name in known}}
+        return {name: value for name, value in prompt.template_kwargs.items() if name in known}
 
     def _refuse_special_tokens(self, prompt: MediaPrompt) -> None:
         given = json.dumps([prompt.messages, prompt.tools, prompt.template_kwargs], ensure_ascii=False)

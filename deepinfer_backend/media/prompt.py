@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from deepinfer_backend.media.medium import Medium
 
+# The two of transformers' own arguments to a chat template that are a client's.
+TEMPLATE_SWITCHES = frozenset({"add_generation_prompt", "continue_final_message"})
+
 
 class MediaPrompt(msgspec.Struct, frozen=True):
     """A prompt that is not tokenized yet, because its media decide how many tokens they are.

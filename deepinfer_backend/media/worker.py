@@ -1,4 +1,4 @@
-"""The process that decodes and preprocesses media; a `MediaPool` has several of them.
+"""The process that decodes and preprocesses media; a `MultiModalProcessor` has several of them.
 
 Run as `python -m deepinfer_backend.media.worker`. Frames as in `helper_process`, of msgpack: first `MediaWorkerStart`,
 answered by `MediaWorkerReady`; then a `MediaPrompt` after another, each answered by `ProcessedPrompt` or
